@@ -17,51 +17,42 @@ Unit = Literal["token", "sequence"]
 CPU = torch.device("cpu")
 
 
-class Prompt(str):
-    """A prompt's text, with the row of the data set that it came from."""
-
-    row: Mapping[str, Any]
-    messages: tuple[tuple[str, str], ...]  # (role, content), if the row has a conversation; else empty
-
-    def __new__(
-        cls, text: str, row: Mapping[str, Any] | None = None, messages: Sequence[tuple[str, str]] = ()
-    ) -> Prompt:
-        prompt = super().__new__(cls, text)
-        prompt.row, prompt.messages = row or {}, tuple(messages)
-        return prompt
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return str(self), self.row, self.messages  # for copies
-
-
-class Response(str):
-    """A response's text, with the tokens that were sampled, EOS included."""
-
-    ids: tuple[int, ...]
-
-    def __new__(cls, text: str, ids: Sequence[int] = ()) -> Response:
-        response = super().__new__(cls, text)
-        response.ids = tuple(ids)
-        return response
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return str(self), self.ids  # for copies
+Conversation = tuple[tuple[str, str], ...]  # (role, content) of each turn
+Prompt = str | Conversation  # a text is one turn of the user
 
 
 @dataclass(frozen=True)
-class PromptBatch:
-    """Prompts, left-padded, with the texts they came from."""
+class Prompts:
+    """A table of prompts: one entry of each column for each prompt. A batch is a `pick` from it."""
 
     texts: list[str]
-    ids: Tensor  # (B, P) long
-    mask: Tensor  # (B, P) bool, True = a token of the prompt
+    ids: list[list[int]]  # tokens as the policy reads them
+    rows: list[Mapping[str, Any]]  # of the data set
+    messages: list[Conversation]  # empty where the row has none
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def part(self, start: int, stop: int) -> PromptBatch:
-        """Some of the prompts."""
-        return PromptBatch(self.texts[start:stop], self.ids[start:stop], self.mask[start:stop])
+    @property
+    def asked(self) -> list[Prompt]:
+        """The turns of each conversation of several turns, the texts of all others."""
+        return [turns if len(turns) > 1 else text for text, turns in zip(self.texts, self.messages, strict=True)]
+
+    def pick(self, indices: Sequence[int]) -> Prompts:
+        """The prompts with these indices, in this order."""
+        return Prompts(*([column[i] for i in indices] for column in vars(self).values()))
+
+
+class Responses(NamedTuple):
+    """Prompts with one response to each, as scorers read them."""
+
+    prompts: Prompts
+    texts: list[str]  # without special tokens
+    ids: list[list[int]]  # the tokens that were sampled, EOS included
+
+    def first(self, count: int) -> Responses:
+        """The first `count` of them."""
+        return Responses(self.prompts.pick(range(len(self.texts))[:count]), self.texts[:count], self.ids[:count])
 
 
 @dataclass(frozen=True)
@@ -82,6 +73,10 @@ class Sampled(NamedTuple):
     ended: Tensor  # (B,) bool: the response has an EOS
     logprobs: Tensor  # (B, T) of the tokens, as they were drawn
     states: Tensor | None = None  # (N, H) hidden states that the N tokens were drawn from, row by row, in float32 runs
+
+    def rows(self) -> list[list[int]]:
+        """The tokens of each response."""
+        return [row[kept].tolist() for row, kept in zip(self.ids.cpu(), self.mask.cpu(), strict=True)]
 
     @classmethod
     def concat(cls, parts: Sequence[Sampled], pad_id: int) -> Sampled:
@@ -121,6 +116,7 @@ class RolloutBatch:
     responses: list[str]  # B texts, without special tokens
     penalties: dict[str, Tensor] = field(default_factory=dict)  # subtracted from the score: (B,) by name
     failures: list[str] = field(default_factory=list)  # of scorers that are only logged
+    rows: list[Mapping[str, Any]] = field(default_factory=list)  # of the data set: the prompts'
     group: int = 1  # neighbours with the same prompt
     device: torch.device = CPU  # of forward passes
     begin: int = 0  # the first row whose states this process holds

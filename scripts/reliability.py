@@ -40,7 +40,7 @@ TESTS = {  # row -> its tests
         "tests/commands/test_guards.py::test_a_policy_that_overflows_ends_the_run_and_spares_the_checkpoints",
         "tests/commands/test_guards.py::test_weights_that_are_lost_turn_the_run_back_at_once",
         "tests/commands/test_supervised.py::test_gradients_that_stay_infinite_end_the_run",
-        "tests/ppo/test_step.py::test_a_rollout_that_is_not_finite_raises_before_anything_has_changed",
+        "tests/ppo/test_step.py::test_a_rollout_that_is_not_finite_changes_nothing",
         "tests/ppo/test_step.py::test_an_update_with_a_gradient_that_is_not_finite_says_so",
     ),
     "bad command or config": (

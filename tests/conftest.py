@@ -22,7 +22,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rlhf_kl.build.world import World
-    from rlhf_kl.types import PromptBatch
+    from rlhf_kl.types import Prompts
 
 # As in an activated environment: the program prints its own name, not a path.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
@@ -203,14 +203,14 @@ def reads_of() -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="session")
-def prompts_of(letters: Any) -> Callable[..., PromptBatch]:
-    """`prompts_of("ab", "a")`: a left-padded batch."""
-    from rlhf_kl.models.text import encode, pad
-    from rlhf_kl.types import PromptBatch
+def prompts_of(letters: Any) -> Callable[..., Prompts]:
+    """`prompts_of("ab", "a")`: a table of these prompts, with empty rows."""
+    from rlhf_kl.models.text import encode_all
+    from rlhf_kl.types import Prompts
 
-    def make(*texts: str) -> PromptBatch:
-        ids, mask = pad([encode(letters, text) for text in texts], letters.pad_token_id, left=True)
-        return PromptBatch(list(texts), ids, mask)
+    def make(*texts: str) -> Prompts:
+        count = len(texts)
+        return Prompts(list(texts), encode_all(letters, texts), [{}] * count, [()] * count)
 
     return make
 

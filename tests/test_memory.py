@@ -19,7 +19,7 @@ from rlhf_kl.memory import kept_per_token, memory_for, memory_is_full, pass_shar
 from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.masked import all_finite
-from rlhf_kl.ppo.rollout import non_finite_figure
+from rlhf_kl.ppo.rollout import unusable
 from rlhf_kl.types import RolloutBatch
 
 
@@ -137,14 +137,15 @@ def rollout() -> RolloutBatch:
 )
 def test_one_number_spoils_a_rollout(field: str, said: str, value: float) -> None:
     clean = rollout()
-    assert non_finite_figure(clean) is None
+    assert unusable(clean) is None
     spoilt = getattr(clean, field).clone()
     spoilt[(1,) * spoilt.dim()] = value
-    found = non_finite_figure(replace(clean, **{field: spoilt}))
+    found = unusable(replace(clean, **{field: spoilt}))
     assert found is not None
-    assert said in found
+    assert said in found["reason"]
+    assert found["broken"]
     beyond = {"reward": torch.tensor([0.0, torch.inf])}  # a clip may hide it in the shaped scores
-    assert non_finite_figure(replace(clean, scores=beyond)) == "a score"
+    assert unusable(replace(clean, scores=beyond)) == {"reason": "a score was not finite", "broken": True}
 
 
 def test_all_finite() -> None:

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from rlhf_kl.types import Prompt, RolloutBatch
+from rlhf_kl.types import RolloutBatch
 
 PROMPTS, RESPONSES = (2, 4, 1), (3, 1, 2)  # lengths
 
@@ -68,8 +68,9 @@ def uneven(width: int, tokens: int, start: int) -> RolloutBatch:
         scores={"reward": torch.tensor([1.0, 2.0 if start else math.nan]) + start},
         shaped_scores=torch.tensor([1.0, 2.0]) + start,
         ended=torch.tensor([True, False]),
-        prompts=[Prompt("a", {"answer": start}), Prompt("b", {"answer": start + 1})],
+        prompts=["a", "b"],
         responses=["c", "d"],
+        rows=[{"answer": start}, {"answer": start + 1}],
         penalties={"two": torch.tensor([0.0, 1.0])},
     )
 
@@ -83,7 +84,7 @@ def test_batches_of_other_widths_below_each_other() -> None:
     assert whole.logprobs[2:].equal(large.logprobs)
     assert whole.scores["reward"][[0, 2, 3]].tolist() == [1.0, 11.0, 12.0]
     assert whole.scored.tolist() == [True, False, True, True]
-    assert [prompt.row["answer"] for prompt in whole.prompts if isinstance(prompt, Prompt)] == [0, 1, 10, 11]
+    assert [row["answer"] for row in whole.rows] == [0, 1, 10, 11]
     # Each row's tokens lie where they lay: the last token of a prompt is its last column.
     assert whole.input_ids[0, 3] == 0
     assert whole.input_ids[2, 3] == 10

@@ -27,6 +27,7 @@ from rlhf_kl.data.texts import (
     Example,
     Labelled,
     Pair,
+    PromptRow,
     Read,
     read_examples,
     read_labels,
@@ -64,7 +65,6 @@ from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
 from rlhf_kl.rewards.trl import TRLReward
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.types import Prompt
 from rlhf_kl.ui import log
 
 T = TypeVar("T")
@@ -208,12 +208,12 @@ class Loader:
         column = text_column(ref, column)
         return self._read(key, ref, split, lambda rows: read_texts(rows, column, template, ref), limit)
 
-    def all_prompts(self, data: PromptsSection, key: str, ref: str, split: str) -> list[Prompt]:
+    def all_prompts(self, data: PromptsSection, key: str, ref: str, split: str) -> list[PromptRow]:
         """The prompts of one file or data set."""
         column, chat = text_column(ref, data.column), data.chat_template
         return self._read(key, ref, split, lambda rows: read_prompts(rows, column, data.template, ref, chat=chat), None)
 
-    def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[Prompt], list[Prompt]]:
+    def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[PromptRow], list[PromptRow]]:
         """Training prompts and held-out prompts, without overlap.
 
         If no held-out prompts are named, one prompt in twenty is held out.
@@ -222,10 +222,13 @@ class Loader:
         train, kept = self.all_prompts(data, "data.prompts", data.prompts, data.split), None
         if held.prompts is not None:
             kept = self.all_prompts(data, "eval.prompts", held.prompts, held.split)
-        elif len(set(train)) < HELDOUT_SHARE:
+        elif len({row.text for row in train}) < HELDOUT_SHARE:
             return train, train
-        train, kept = divided("data.prompts", train, kept, str)
-        return train, list(dict.fromkeys(kept)) or train
+        train, kept = divided("data.prompts", train, kept, lambda row: row.text)
+        first: dict[str, PromptRow] = {}
+        for row in kept:
+            first.setdefault(row.text, row)
+        return train, list(first.values())
 
     def documents(self, data: SFTDataSection) -> tuple[list[str], list[str]]:
         """Training texts and held-out texts."""
@@ -296,7 +299,7 @@ def divided(
 
 def prompt_of(row: Example | Pair) -> Hashable:
     """What rows that stay together share."""
-    return str(row.prompt)
+    return row.prompt
 
 
 def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:

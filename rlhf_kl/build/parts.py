@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_kl import ui
 from rlhf_kl.build.load import Loaded, Loader, divided
 from rlhf_kl.build.world import with_files
 from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import PromptsSection, TrainConfig
-from rlhf_kl.data.prompts import PromptFormat, Prompts, PromptStream, prepare_prompts
+from rlhf_kl.data.prompts import PromptFormat, PromptStream, prepare_prompts
+from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.models.lm import LM, Trunk
@@ -44,14 +44,14 @@ from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.optim import adamw, usual_learning_rate
 from rlhf_kl.ppo.evaluate import CachedSamples
 from rlhf_kl.ppo.reference import ReferenceScores
-from rlhf_kl.ppo.rollout import Assessor, Rollouts, Sampler
+from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
-from rlhf_kl.types import Sampling
+from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 
 EVAL_PROMPTS = 64
@@ -87,19 +87,19 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     reference, is_initial_policy = build_reference(config, loader, loaded)
     scorers = loader.scorers(config.reward)
     train, kept = build_prompts(config, rows, model, tokenizer)
-    scorers.columns_of([*train.texts, *kept.texts])
+    for prompts in (train, kept):
+        scorers.columns_of(prompts)
     scorers.begin(1, config.updates)
     batch, samples = config.rollout.batch_size, config.rollout.samples_per_prompt
-    with ui.waiting("encoding the prompts"):
-        prompts = PromptStream(train.texts, tokenizer, batch, config.run.seed, train.rows, samples)
+    stream = PromptStream(train, batch, config.run.seed, samples)
     size = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
-    heldout = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows)
+    heldout = PromptStream(kept, size, config.run.seed)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, dtype)
     if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
         for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
             store_frozen(each, dtype)
-    return Setup(policy, reference, tokenizer, scorers, prompts, heldout, texts, sampling, is_initial_policy)
+    return Setup(policy, reference, tokenizer, scorers, stream, heldout, texts, sampling, is_initial_policy)
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
@@ -129,32 +129,34 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
     return frozen_lm(reference, dtype, loader.device), False
 
 
-def build_prompts(config: TrainConfig, read: Sequence[Any], policy: Any, tokenizer: Any) -> tuple[Prompts, Prompts]:
+def build_prompts(
+    config: TrainConfig, read: Sequence[list[PromptRow]], policy: Any, tokenizer: Any
+) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
     context, new = context_length(policy), config.rollout.max_new_tokens
     if context is not None and new >= context:
         raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
     room = None if context is None else context - new
     form = prompt_format(config.data)
-    train_texts, kept_texts = read
-    train = usable_prompts("data.prompts", train_texts, policy, tokenizer, room, form)
-    kept = usable_prompts("eval.prompts", kept_texts, policy, tokenizer, room, form)
-    if kept_texts is not train_texts:  # prompts that were cut short may have become the same
-        pairs, held = (list(zip(prompts.texts, prompts.rows, strict=True)) for prompts in (train, kept))
-        rest, _ = divided("data.prompts", pairs, held, lambda pair: tuple(pair[1]))
-        train = Prompts([text for text, _ in rest], [row for _, row in rest])
+    train_rows, kept_rows = read
+    train = usable_prompts("data.prompts", train_rows, policy, tokenizer, room, form)
+    kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, form)
+    if kept_rows is not train_rows:  # prompts that were cut short may have become the same
+        numbered, held = (list(enumerate(map(tuple, prompts.ids))) for prompts in (train, kept))
+        rest, _ = divided("data.prompts", numbered, held, lambda pair: pair[1])
+        train = train.pick([number for number, _ in rest])
     return train, kept
 
 
 def usable_prompts(
-    key: str, texts: Sequence[str], policy: Any, tokenizer: Any, room: int | None, form: PromptFormat
+    key: str, rows: Sequence[PromptRow], policy: Any, tokenizer: Any, room: int | None, form: PromptFormat
 ) -> Prompts:
     """The prompts under `key` that have at most `room` tokens. Errors: InputError if there is none."""
     with blame(key):
-        prompts = prepare_prompts(texts, tokenizer, room, form)
-        check_vocabulary(policy, tokenizer, prompts.rows)
-    if prompts.note:
-        log.info(f"{key}: {prompts.note}")
+        prompts, left_out = prepare_prompts(rows, tokenizer, room, form)
+        check_vocabulary(policy, tokenizer, prompts.ids)
+    if left_out:
+        log.info(f"{key}: {left_out}")
     return prompts
 
 
@@ -252,12 +254,19 @@ def build_trainer(
     shard_models(config, setup, model)
     reference = ReferenceStates(setup.reference)
     features = StateFeatures(model.critic, feature_rewards(setup)) if model.critic is not None else None
-    rows = ranks.mine(range(config.rollout.batch_size))
-    sampler = Sampler(setup.policy, setup.prompts, setup.tokenizer, setup.sampling, config.run.seed, rows)
-    sample = clock.timed("time/rollout_s")(sampler)
-    temperature, group = config.rollout.temperature, config.rollout.samples_per_prompt
-    assessor = Assessor(model, reference, features, setup.scorers, shaping, temperature, group)
-    rollouts = Rollouts(sample, clock.timed("time/score_s")(assessor), ranks, setup.sharded)
+    rollouts = Rollouts(
+        model,
+        reference,
+        setup.scorers,
+        shaping,
+        setup.prompts,
+        setup.sampling,
+        setup.tokenizer,
+        features=features,
+        ranks=ranks,
+        sharded=setup.sharded,
+        clock=clock,
+    )
     policy, ppo = model.policy.module, config.ppo
     rate = learning_rate(config, policy)
     optimizer = adamw(policy, rate, ppo.weight_decay, model.critic, ppo.critic_learning_rate, value=model.value)
@@ -275,12 +284,12 @@ def learning_rate(config: TrainConfig, policy: Any) -> float:
 
 def fingerprints(setup: Setup) -> dict[str, str]:
     """Fingerprints of content that a resumed run needs unchanged, by config key."""
-    read = setup.scorers.columns_of(setup.prompts.texts)
+    read = setup.scorers.columns_of(setup.prompts.table)
     columns = [repr(value) for column in read for values in column.values() for value in values]
     prints = {
         "reference.model": model_fingerprint(setup.reference),
         "the tokenizer of policy.model": tokenizer_fingerprint(setup.tokenizer),
-        "data.prompts": texts_fingerprint([*setup.prompts.texts, *columns]),
+        "data.prompts": texts_fingerprint([*setup.prompts.table.texts, *columns]),
     }
     if not setup.reference_is_initial_policy:
         prints["policy.model"] = model_fingerprint(setup.policy.module)

@@ -26,12 +26,13 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import Responses, measure, respond, response_layout
+from rlhf_kl.ppo.rollout import draw, measure, response_layout
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 
 
@@ -132,11 +133,11 @@ def sample_references(
     drawn, size, seed = list[ReferenceSamples](), max(1, config.rollout.batch_size // ranks.count), config.run.seed
 
     def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:
-        def batches() -> Iterator[Responses]:
+        def batches() -> Iterator[tuple[Responses, Sampled]]:
             options = setup.sampling, setup.tokenizer, seed, mine, size, number
-            for batch in reference_responses(setup.reference, setup.prompts, groups, *options):
-                yield batch
-                advance(len(batch.prompts))
+            for responses, sampled in reference_responses(setup.reference, setup.prompts, groups, *options):
+                yield responses, sampled
+                advance(len(responses.texts))
 
         return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
 
@@ -153,14 +154,14 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     """The fatal checks, on samples of the starting policy."""
     prompts = checked_prompts(setup.prompts)
     noise = uniforms(len(prompts), setup.sampling.max_new_tokens, config.run.seed, "start")
-    responses = respond(setup.policy, prompts, noise, setup.sampling, setup.tokenizer)
-    layout = response_layout(responses.prompts, responses.sampled)
+    sampled = draw(setup.policy, prompts, noise, setup.sampling)
+    layout = response_layout(prompts, sampled)
     plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
     stats = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
     results = check_start(
         setup.policy,
         setup.reference,
-        responses.sampled,
+        sampled,
         stats,
         reference_is_initial_policy=setup.reference_is_initial_policy,
         float32=config.run.dtype == "float32",

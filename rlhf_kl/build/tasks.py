@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_kl.build.load import Loader, base_name, tuned
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.files import drawn
 from rlhf_kl.errors import blame
 from rlhf_kl.models.lm import LM
@@ -34,7 +35,8 @@ def build_task(config: SFTConfig | RewardModelConfig, loader: Loader, files: Cal
         model, tokenizer = build_model(files(config), loader, texts)
         return TextTask(LM(model, dtype), tokenizer, texts, drawn(heldout, most))
     examples, kept = loader.examples(data)
-    model, tokenizer = build_model(files(config), loader, [example.prompt + example.response for example in examples])
+    texts = [plain_text(example.prompt) + example.response for example in examples]
+    model, tokenizer = build_model(files(config), loader, texts)
     form = {"chat": data.chat_template, "system": data.system, "options": data.chat_options}
     each_pass = config.sft.microbatch_size
     return ResponseTask(LM(model, dtype), tokenizer, examples, drawn(kept, most), **form, rows_of_a_pass=each_pass)

@@ -16,9 +16,9 @@ from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import TrainConfig
-    from rlhf_kl.data.prompts import Prompts
     from rlhf_kl.models.lm import LM
     from rlhf_kl.rewards.scorer import Scorers
+    from rlhf_kl.types import Prompts
 
 LABELS = {
     "scores": "score",
@@ -151,7 +151,7 @@ def _add_prompts(
 
     policy = pair[0]
     several = samples or max(len(kept), config.rollout.batch_size)  # some prompts are answered more than once
-    prompts = PromptStream(kept.texts, tokenizer, several, config.run.seed, kept.rows).batch(1)
+    prompts = PromptStream(kept, several, config.run.seed).batch(1)
     scorers.begin(config.updates + 1, config.updates)
     with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
         own, other = policy_samples(
@@ -172,7 +172,7 @@ def _add_prompts(
         log.warning(alert)
     if unscored := found.pop("unscored"):
         log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
-    figures |= found | {"texts": grouped(heldout_rows(prompts.texts, own, other))}
+    figures |= found | {"texts": grouped(heldout_rows(prompts, own, other))}
     errors, of_reference = errors_of(own), errors_of(other)
     figures["standard_errors"] |= errors | {"forward_kl_token": of_reference["kl_token"]}
     beside, found = figures["reference"], figures_of(other, own, {})

@@ -5,7 +5,6 @@ It starts like `train`, makes two updates (the second with responses of full len
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
@@ -38,7 +37,6 @@ from rlhf_kl.monitors import worded
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
-from rlhf_kl.ppo.rollout import NonFiniteRollout, Sampler
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.run import LESS_MEMORY
@@ -144,7 +142,7 @@ def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader) -> Itera
     """Whether policy and reference read the prompts alike."""
     if config.reference.model is None:
         return
-    texts = setup.prompts.texts[:PROBES]
+    texts = setup.prompts.table.texts[:PROBES]
     other = loader.tokenizer(config.reference.model, "reference.model")
     if encode_all(other, texts) == encode_all(setup.tokenizer, texts):
         yield judged("tokenizer", True, "policy and reference tokenize the prompts alike")
@@ -160,7 +158,8 @@ def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     yield judged("context", limit is not None, message, "make sure that the model was trained on texts of this length")
     reward = setup.scorers.model
     if reward is not None and reward.limit is not None:
-        most = new + max(len(row) for row in reward.encode(setup.prompts.texts, [""] * len(setup.prompts.texts)))
+        prompts = setup.prompts.table.asked
+        most = new + max(map(len, reward.encode(prompts, [""] * len(prompts))))
         if most > reward.limit:
             message = (
                 f"the reward model reads {reward.limit} tokens, but texts have up to {most}: it loses the "
@@ -179,8 +178,8 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
         section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
         held = loader.all_pairs(section, "--pairs", pairs, section.split)[:PAIRS]
         prompts = [pair.prompt for pair in held]
-        chosen = reward(prompts, [pair.chosen for pair in held])
-        rejected = reward(prompts, [pair.rejected for pair in held])
+        chosen = reward.score(prompts, [pair.chosen for pair in held])
+        rejected = reward.score(prompts, [pair.rejected for pair in held])
         accuracy, where = pair_figures(chosen, rejected)["eval/accuracy"], f"{len(held)} held-out pairs"
     else:
         folder = Path(config.reward.model or "")
@@ -211,11 +210,10 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     yield from check_scores(training)
     yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
-    try:
-        with ui.waiting("one update"):
-            result = training.trainer.update(1)
-    except NonFiniteRollout as failure:
-        yield Finding("fatal", "update", str(failure))
+    with ui.waiting("one update"):
+        result = training.trainer.update(1)
+    if skipped := result.facts.get("update-skipped"):
+        yield Finding("fatal", "update", skipped["reason"])
         return
     row, facts = update_row(result, config), dict(result.facts)
     update = time.perf_counter() - began - start
@@ -242,12 +240,12 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     On a CPU it is that of this process.
     """
     stream = setup.prompts
-    order = sorted(range(len(stream)), key=lambda i: len(stream.rows[i]))[-stream.batch_size // stream.samples :]
-    texts, rows = [stream.texts[i] for i in order], [stream.rows[i] for i in order]
-    longest = PromptStream(texts, setup.tokenizer, stream.batch_size, stream.seed, rows, stream.samples)
+    order = sorted(range(len(stream)), key=lambda i: len(stream.table.ids[i]))[-stream.batch_size // stream.samples :]
+    longest = PromptStream(stream.table.pick(order), stream.batch_size, stream.seed, stream.samples)
     endless = replace(setup.sampling, eos_ids=[-1])  # no token
-    trainer.rollouts.sample = Sampler(setup.policy, longest, setup.tokenizer, endless, stream.seed)
-    with ui.waiting("one update with responses of full length"), contextlib.suppress(NonFiniteRollout):
+    trainer.rollouts.prompts = longest
+    trainer.rollouts.sampling = endless
+    with ui.waiting("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20)
 

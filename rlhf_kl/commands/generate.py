@@ -17,7 +17,7 @@ from rlhf_kl.errors import InputError
 if TYPE_CHECKING:
     from rlhf_kl.build.load import Loader
     from rlhf_kl.config.schema import TrainConfig
-    from rlhf_kl.data.prompts import Prompts
+    from rlhf_kl.types import Prompts
 
 
 def generate(
@@ -71,7 +71,6 @@ def generate(
         from rlhf_kl.build.world import with_files
         from rlhf_kl.commands.samples import score_at
         from rlhf_kl.commands.stored import load_policy, load_run_reference
-        from rlhf_kl.data.prompts import PromptStream
         from rlhf_kl.models.load import compute_dtype
         from rlhf_kl.models.value import frozen_lm
         from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples
@@ -90,7 +89,7 @@ def generate(
         scorers.begin(config.updates + 1, config.updates)
         chosen = _prompts(prompt or (), prompts, column, config, loader, policy, tokenizer)
     places = [i for i in range(len(chosen)) for _ in range(samples)]
-    batch = PromptStream(chosen.texts, tokenizer, 1, 0, chosen.rows).pick(places)
+    batch = chosen.pick(places)
     with ui.progress("sampling", len(batch) * (1 if reference is None else 2)) as advance:
         own, other = policy_samples(
             frozen_lm(policy, dtype, loader.device),
@@ -144,21 +143,21 @@ def _prompts(
     from rlhf_kl.commands.stored import located
     from rlhf_kl.config.schema import PromptsSection
     from rlhf_kl.data.prompts import PromptStream
+    from rlhf_kl.data.texts import PromptRow
     from rlhf_kl.models.load import context_length
     from rlhf_kl.ppo.evaluate import SHOWN
 
     form = replace(prompt_format(config.data), first_tokens=None)  # a prompt that was typed is not cut
-    key = "--prompt"
+    key, rows = "--prompt", [PromptRow(text, {}) for text in texts]
     if file == "-":
-        key, texts = "--prompts -", sys.stdin.read().splitlines()
+        key, rows = "--prompts -", [PromptRow(line, {}) for line in sys.stdin.read().splitlines()]
     elif file is not None:
         key, ref = "--prompts", located(file)
         section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat)
-        texts = loader.all_prompts(section, key, ref, "test")
+        rows = loader.all_prompts(section, key, ref, "test")
     elif not texts:
         _, kept = build_prompts(config, loader.prompts(config.data, config.eval), policy, tokenizer)
-        key, size = "eval.prompts", min(SHOWN, len(kept.texts))
-        texts = PromptStream(kept.texts, tokenizer, size, config.run.seed, kept.rows).batch(1).texts
+        return PromptStream(kept, min(SHOWN, len(kept)), config.run.seed).batch(1)
     context = context_length(policy)
     room = None if context is None else context - config.rollout.max_new_tokens
-    return usable_prompts(key, texts, policy, tokenizer, room, form)
+    return usable_prompts(key, rows, policy, tokenizer, room, form)

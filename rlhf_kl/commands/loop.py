@@ -23,8 +23,7 @@ from rlhf_kl.monitors import Decision, Monitors, worded
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.evaluate import Samples, distinct_2, figures_of, policy_samples
-from rlhf_kl.ppo.metrics import failed_row, update_row
-from rlhf_kl.ppo.rollout import NonFiniteRollout
+from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
@@ -123,14 +122,10 @@ class TrainLoop:
         """One update: its row, the rollout and what the monitors should know. One that is not finite is left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         self.scorers.begin(step, config.updates)  # discards what an evaluation logged
-        try:
-            with clock.timed("time/update_s"):
-                update = trainer.update(step)
-        except NonFiniteRollout as failure:
-            rollout, row = failure.rollout, failed_row(failure, trainer.controller.beta, config)
-            facts: dict[str, Any] = {"update-skipped": {"reason": str(failure), "broken": failure.broken}}
-        else:
-            rollout, row, facts = update.rollout, update_row(update, config), update.facts
+        with clock.timed("time/update_s"):
+            update = trainer.update(step)
+        rollout, facts = update.rollout, update.facts
+        row = update_row(update, config)
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         if rollout.failures:
@@ -314,4 +309,4 @@ def evaluate_policy(
     for perplexity in of_reference:
         row["eval/reference_perplexity"] = perplexity.perplexity
         row["eval/reference_distinct_2"] = distinct_2(other.texts)
-    return row, heldout_rows(prompts.texts, own, other if step == 1 else None, setup.scorers.column_names)
+    return row, heldout_rows(prompts, own, other if step == 1 else None, setup.scorers.column_names)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_kl.ppo.evaluate import SHOWN, Samples, token_rows
 from rlhf_kl.report.texts import HELD_OUT
 from rlhf_kl.rewards.scorer import GOLD, REWARD
-from rlhf_kl.types import RolloutBatch
+from rlhf_kl.types import Prompts, RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest
@@ -36,7 +36,7 @@ def sample_rows(
             yield {
                 "step": step,
                 "prompt": rollout.prompts[i],
-                **_columns(rollout.prompts[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
+                **_columns(rollout.rows[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
                 "response": rollout.responses[i],
                 "chosen": chosen,
                 "score": score_at(rollout.scores.get(REWARD, ()), i),
@@ -47,7 +47,7 @@ def sample_rows(
 
 
 def heldout_rows(
-    prompts: Sequence[str], own: Samples, other: Samples | None, columns: Sequence[str] = ()
+    prompts: Prompts, own: Samples, other: Samples | None, columns: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """What the policy answers to the first held-out prompts, and where it is given what the reference answers."""
 
@@ -55,11 +55,11 @@ def heldout_rows(
         return {"response": samples.texts[i], "score": score_at(samples.scores, i), "gold": score_at(samples.gold, i)}
 
     return [
-        {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompt, columns, {})}
+        {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompts.rows[i], columns, {})}
         | response(own, i)
         | {"kl": own.kl[i], "tokens": own.tokens[i]}
         | ({"reference": response(other, i)} if other is not None else {})
-        for i, prompt in enumerate(dict.fromkeys(prompts[:SHOWN]))  # one prompt is answered more than once
+        for i, prompt in enumerate(dict.fromkeys(prompts.texts[:SHOWN]))  # one prompt is answered more than once
     ]
 
 
@@ -69,7 +69,6 @@ def score_at(scores: Sequence[float] | Tensor, row: int) -> float | None:
     return None if math.isnan(score) else score
 
 
-def _columns(prompt: str, names: Sequence[str], logged: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    row = getattr(prompt, "row", {})
+def _columns(row: Mapping[str, Any], names: Sequence[str], logged: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     shown = {**{name: row[name] for name in names if name in row}, **logged}
     return {"columns": {name: str(value) for name, value in shown.items()}} if shown else {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf_kl.errors import InputError, nearest
-from rlhf_kl.types import Prompt
+from rlhf_kl.types import Conversation, Prompt
 
 
 def is_conversation(value: Any) -> bool:
@@ -15,30 +15,24 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
-def conversation(messages: Sequence[tuple[str, str]]) -> Prompt:
-    """A prompt of several turns. Its text, for reward functions, has one paragraph per turn: "user: ..."."""
-    return Prompt("\n\n".join(f"{role}: {content}" for role, content in messages), None, messages)
+def plain_text(prompt: Prompt) -> str:
+    """The text of a prompt; of several turns it has one paragraph for each: "user: ..."."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(f"{role}: {content}" for role, content in prompt)
 
 
-def several_turns(prompt: str | None) -> bool:
-    """Whether only a chat template can write it."""
-    return len(getattr(prompt, "messages", ())) > 1
-
-
-def with_row(text: str, row: Mapping[str, Any], *, messages: bool = False) -> Prompt:
-    """The prompt with its row of the data set; `messages`: the row has a conversation, perhaps of a single turn."""
-    single = (("user", text),) if messages else ()
-    return Prompt(text, row, getattr(text, "messages", ()) or single)
+def turns_of(prompt: Prompt) -> Conversation:
+    """The turns of a prompt."""
+    return (("user", prompt),) if isinstance(prompt, str) else prompt
 
 
 class Unusable(Exception):
     """A row that is left out, for the reason that is its text."""
 
 
-def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
+def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt | None, str | None]:
     """The prompt before the last answer, and that answer; None for each that is missing.
 
-    A single user turn is a plain text. A longer prompt is a `conversation`: an optional system message, then turns.
+    A single user turn is a plain text. A longer prompt has an optional system message, then turns.
     Errors: Unusable for any other shape.
     """
     turns = [(_role(message), _content(message)) for message in messages]
@@ -47,10 +41,10 @@ def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[str | Non
     if not roles or not (in_turn or [role for role, _ in turns] == ["assistant"]):
         raise Unusable(f"roles out of turn: {', '.join(role for role, _ in turns)}")
     answer = turns[-1][1] if roles[-1] == "assistant" else None
-    before = turns[: len(turns) - (answer is not None)]
+    before = tuple(turns[: len(turns) - (answer is not None)])
     if not before:
         return None, answer
-    return before[0][1] if [role for role, _ in before] == ["user"] else conversation(before), answer
+    return before[0][1] if [role for role, _ in before] == ["user"] else before, answer
 
 
 def _role(message: Mapping[str, Any]) -> str:
@@ -73,7 +67,7 @@ def _content(message: Mapping[str, Any]) -> str:
     return text
 
 
-def chat_prompt(tokenizer: Any, prompt: str, system: str | None, options: Mapping[str, Any]) -> str:
+def chat_prompt(tokenizer: Any, prompt: Prompt, system: str | None, options: Mapping[str, Any]) -> str:
     """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
 
     `system` comes first, unless a conversation has its own system message. `options`: variables of the template.
@@ -81,7 +75,7 @@ def chat_prompt(tokenizer: Any, prompt: str, system: str | None, options: Mappin
     return _apply(tokenizer, _turns(prompt, system), options, answer=True)
 
 
-def chat_exchange(tokenizer: Any, prompt: str, response: str, system: str | None, options: Mapping[str, Any]) -> str:
+def chat_exchange(tokenizer: Any, prompt: Prompt, response: str, system: str | None, options: Mapping[str, Any]) -> str:
     """Prompt and answer as the tokenizer's chat template writes them."""
     turns = [*_turns(prompt, system), {"role": "assistant", "content": response}]
     return _apply(tokenizer, turns, options, answer=False)
@@ -103,9 +97,8 @@ def require_chat_template(tokenizer: Any, where: str, options: Iterable[str] = (
         raise InputError(*problems)
 
 
-def _turns(prompt: str, system: str | None) -> list[dict[str, str]]:
-    messages = getattr(prompt, "messages", ()) or (("user", prompt),)
-    turns = [{"role": role, "content": content} for role, content in messages]
+def _turns(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
+    turns = [{"role": role, "content": content} for role, content in turns_of(prompt)]
     return turns if system is None or turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
 
 

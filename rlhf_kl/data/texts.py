@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from rlhf_kl.data.chat import Unusable, is_conversation, several_turns, split_conversation, with_row
+from rlhf_kl.data.chat import Unusable, is_conversation, plain_text, split_conversation, turns_of
 from rlhf_kl.data.files import Row, checked_text
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import column, fill, template_fields
-from rlhf_kl.types import Prompt
+from rlhf_kl.types import Conversation, Prompt
 
 T = TypeVar("T")
 Read = tuple[list[T], str]  # of the rows that can be used, and which rows were left out, in words
 NAMED_ROWS = 3  # of the rows that are left out for one reason
 
 
+class PromptRow(NamedTuple):
+    """The text of a prompt, the row that it came from, and its turns if the row has a conversation."""
+
+    text: str
+    row: Mapping[str, Any]
+    messages: Conversation = ()
+
+
 class Example(NamedTuple):
     """A prompt and the response to learn."""
 
-    prompt: str
+    prompt: Prompt
     response: str
 
 
 class Pair(NamedTuple):
     """A prompt with a preferred and another response; the texts are joined without a separator."""
 
-    prompt: str
+    prompt: Prompt
     chosen: str
     rejected: str
 
@@ -50,20 +58,18 @@ def read_texts(rows: Sequence[Row], text_column: str, template: str | None, wher
 
 def read_prompts(
     rows: Sequence[Row], prompt_column: str, template: str | None, where: str, *, chat: bool
-) -> Read[Prompt]:
+) -> Read[PromptRow]:
     """One prompt per row, with the row for reward functions.
 
     Of a conversation it is the part before the last answer. Left out are null and empty ones, those of several turns
     without a chat template (`chat`), and those of another shape. Errors: InputError as in `read_texts`.
     """
 
-    def read(row: Row, place: str) -> Prompt:
-        messages = template is None and is_conversation(column(row, prompt_column, place))
-        if messages:
-            text = _writable(split_conversation(row[prompt_column])[0], chat=chat)
-        else:
-            text = _text(row, prompt_column, template, place)
-        return with_row(_full(text), row, messages=messages)
+    def read(row: Row, place: str) -> PromptRow:
+        if template is None and is_conversation(column(row, prompt_column, place)):
+            prompt = _writable(split_conversation(row[prompt_column])[0], chat=chat)
+            return PromptRow(_full(plain_text(prompt)), row, turns_of(prompt))
+        return PromptRow(_full(_text(row, prompt_column, template, place)), row)
 
     return _read_each(rows, where, read)
 
@@ -157,9 +163,9 @@ def _known(value: Any) -> Any:
     return value
 
 
-def _full(text: str | None) -> str:
+def _full(text: str) -> str:
     """A text. Errors: Unusable where there is nothing in it."""
-    if not text or not text.strip():
+    if not text.strip():
         raise Unusable("an empty text")
     return text
 
@@ -170,7 +176,7 @@ def _text(row: Row, name: str, template: str | None, place: str) -> str:
     return checked_text(row[name] if template is None else fill(template, row, place), f"{place}: {name}")
 
 
-def _turn(row: Row, name: str, place: str) -> tuple[str | None, str]:
+def _turn(row: Row, name: str, place: str) -> tuple[Prompt | None, str]:
     """(the prompt, the response) of a column. Errors: Unusable for a conversation that does not end with an answer."""
     value = _known(column(row, name, place))
     if not is_conversation(value):
@@ -181,7 +187,7 @@ def _turn(row: Row, name: str, place: str) -> tuple[str | None, str]:
     return before, answer
 
 
-def _prompt_of(row: Row, name: str | None, template: str | None, before: str | None, place: str) -> str | None:
+def _prompt_of(row: Row, name: str | None, template: str | None, before: Prompt | None, place: str) -> Prompt | None:
     """The prompt of a row's response or responses. before: the prompt in the column of the response."""
     if template is None:
         if before is not None:
@@ -196,10 +202,10 @@ def _prompt_of(row: Row, name: str | None, template: str | None, before: str | N
     return _text(row, name or "", template, place)
 
 
-def _writable(prompt: str | None, *, chat: bool) -> str:
+def _writable(prompt: Prompt | None, *, chat: bool) -> Prompt:
     """A prompt. Errors: Unusable for none, and for several turns without a chat template."""
     if prompt is None:
         raise Unusable("no prompt")
-    if several_turns(prompt) and not chat:
+    if not isinstance(prompt, str) and not chat:
         raise Unusable("several turns without data.chat_template")
     return prompt

@@ -31,7 +31,7 @@ from rlhf_kl.models.logits import (
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
-from rlhf_kl.types import PromptBatch, Sampled, Sampling
+from rlhf_kl.types import Sampled, Sampling
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
 READY_MASKS: set[type] = set()  # kinds of models whose steps take a mask of four dimensions
@@ -176,15 +176,15 @@ class LM(Trunk):
         return self.dtype == torch.bfloat16 and can_shift(layer, self.model.config.get_text_config())
 
     @torch.no_grad()
-    def sample(self, prompts: PromptBatch, noise: Tensor, sampling: Sampling) -> Sampled:
-        """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
-        rows = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+    def sample(self, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
+        """One response to each prompt's tokens; `noise` (B, max_new_tokens) in [0, 1) decides those of the response."""
+        shared = share_prompts(list(map(tuple, prompts)), self.device)
         layer = self.base.get_output_embeddings()
         # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
         keep = self.dtype == torch.float32
         head = self._finished(decoding_head(layer)) if self._rounds(layer) else self.head()
         with self.active(), self.precision():
-            return decode(self, head, share_prompts(rows, self.device), noise, sampling, keep_states=keep)
+            return decode(self, head, shared, noise, sampling, keep_states=keep)
 
 
 @torch.no_grad()

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.types import Response
-
 
 def adds_bos(tokenizer: Any) -> bool:
     """Whether a call of the tokenizer puts a bos in front of a text; some have a bos and do not (GPT-2, Pythia)."""
@@ -62,10 +60,9 @@ def position_ids(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
-def decode_responses(tokenizer: Any, ids: Tensor, mask: Tensor, eos_ids: Sequence[int]) -> list[Response]:
-    """Texts of responses (B, T), with their tokens; without eos, pad and bos, but with other special tokens."""
+def decode_responses(tokenizer: Any, rows: Sequence[Sequence[int]], eos_ids: Sequence[int]) -> list[str]:
+    """Texts of responses; without eos, pad and bos, but with other special tokens."""
     apart = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, *eos_ids}
-    rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
     written = [[token for token in row if token not in apart] for row in rows]
     texts: list[str] = tokenizer.batch_decode(written, clean_up_tokenization_spaces=False)
-    return [Response(text, row) for text, row in zip(texts, rows, strict=True)]
+    return texts

@@ -28,10 +28,10 @@ GAIN_BOUNDS = (1.0, 3.0)
 class CeilingResult:
     """Effect of the ceiling on an update; KL in nats of the target's unit, at the rollout's states."""
 
-    factor: float  # share of the update that was kept; 1 = whole
-    kl_before: float
-    kl_after: float  # NaN if not measured
-    kl_uncut: float  # after the whole update
+    factor: float = 1.0  # share of the update that was kept; 1 = whole
+    kl_before: float = math.nan
+    kl_after: float = math.nan  # NaN if not measured
+    kl_uncut: float = math.nan  # after the whole update
     pulled_back: bool = False  # the policy went back towards its reference
 
 

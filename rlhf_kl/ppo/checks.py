@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.models.text import pad
 from rlhf_kl.models.value import shared_trainable
 from rlhf_kl.ppo.rollout import TokenStats
-from rlhf_kl.types import PromptBatch, Sampled
+from rlhf_kl.types import Sampled
 
 CHECKED_ROWS = 64  # responses of the starting policy that the checks look at
 LOG_RATIO_LIMIT = 1e-3  # float32; checked per token, since a mean ratio of 1 proves nothing
@@ -21,21 +20,19 @@ LOG_RATIO_LIMIT_BF16 = 0.5  # one bf16 rounding of a hidden state moves a log-pr
 KL_LIMIT, KL_LIMIT_BF16 = 1e-4, 1e-2
 
 
-def checked_prompts(prompts: PromptStream) -> PromptBatch:
-    """Prompts for `check_start`: a rollout's batch, at most 64, of which some are padded on the left.
+def checked_prompts(prompts: PromptStream) -> list[tuple[int, ...]]:
+    """The tokens of prompts for `check_start`: a rollout's batch, at most 64, of which some are padded on the left.
 
     Different prompts, from the shortest to the longest. If all have the same length, one is cut to its first half (or
     doubled, if it has a single token), so that there is padding to check.
     """
-    rows = sorted(dict.fromkeys(map(tuple, prompts.rows)), key=len)
+    rows = sorted(dict.fromkeys(map(tuple, prompts.table.ids)), key=len)
     count = max(2, min(CHECKED_ROWS, prompts.batch_size))
     if len(rows[0]) == len(rows[-1]):
         rows = [rows[0][: len(rows[0]) // 2] or rows[0] * 2, *rows]
     # Evenly over the lengths, both ends included; repeated if there are fewer than `count`.
     spread = min(count, len(rows))
-    chosen = [rows[round(i % spread * (len(rows) - 1) / (spread - 1))] for i in range(count)]
-    ids, mask = pad(chosen, prompts.pad_id, left=True)
-    return PromptBatch([""] * count, ids, mask)  # no check reads a text
+    return [rows[round(i % spread * (len(rows) - 1) / (spread - 1))] for i in range(count)]
 
 
 def check_start(

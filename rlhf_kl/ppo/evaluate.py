@@ -16,18 +16,18 @@ from torch import Tensor
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
-from rlhf_kl.ppo.rollout import Responses, measure, respond, response_layout
+from rlhf_kl.ppo.rollout import measure, response_layout, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, Sampling
+from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
 
 ROWS = 32
 SHOWN = 2  # held-out prompts whose responses people read
 NO_SCORERS = Scorers()
 
 
-CachedSamples = dict[tuple[int, int], Responses]  # by the first prompt and the one after the last
+CachedSamples = dict[tuple[int, int], tuple[Responses, Sampled]]  # by the first prompt and the one after the last
 
 
 def _word_pairs(text: str) -> list[tuple[str, str]]:
@@ -58,9 +58,9 @@ class Samples:
         """The samples of all ranks."""
         return cls(*([x for part in parts for x in getattr(part, column.name)] for column in fields(cls)))
 
-    def score(self, scorers: Scorers, prompts: Sequence[str], responses: Sequence[str]) -> None:
+    def score(self, scorers: Scorers, responses: Responses) -> None:
         """Score some more responses; gold no more after a failure."""
-        values, failures = (scorers.trained if self.failures else scorers)(prompts, responses)
+        values, failures = (scorers.trained if self.failures else scorers)(responses)
         self.scores += values.get(REWARD, torch.empty(0)).tolist()
         self.gold += values.get(GOLD, torch.empty(0)).tolist()
         self.failures += failures
@@ -69,7 +69,7 @@ class Samples:
 def policy_samples(
     policy: LM,
     reference: LM | None,
-    prompts: PromptBatch,
+    prompts: Prompts,
     part: range,
     seed: int,
     sampling: Sampling,
@@ -90,7 +90,7 @@ def policy_samples(
     `advance(n)` is called after every n responses. Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
-    prompts = prompts.part(part.start, part.stop)
+    prompts = prompts.pick(part)
     pair = own, other = Samples(), Samples()
 
     def sampled_by(made: Samples, one: LM, to: LM | None, before: CachedSamples) -> Iterator[Responses]:
@@ -99,13 +99,13 @@ def policy_samples(
 
         for start in range(0, len(prompts), batch_size):
             stop = min(start + batch_size, len(prompts))
-            batch = prompts.part(start, stop)
             if (start, stop) not in before:
-                new = respond(one, batch, noise[start:stop], sampling, tokenizer)
-                before[start, stop] = new._replace(sampled=new.sampled._replace(states=None))  # large, and not read
-            responses = before[start, stop]
-            _, sampled, texts = responses
-            layout = response_layout(batch, sampled)
+                batch = prompts.pick(range(start, stop))
+                responses, sampled = sample(one, batch, noise[start:stop], sampling, tokenizer)
+                before[start, stop] = responses, sampled._replace(states=None)  # large, and not read
+            responses, sampled = before[start, stop]
+            texts = responses.texts
+            layout = response_layout(responses.prompts.ids, sampled)
             stats = None if states is None else measure(model, states, layout, sampling.temperature)
             made.lengths += sampled.mask.sum(1).tolist()
             made.ended += sampled.ended.tolist()
@@ -121,13 +121,13 @@ def policy_samples(
 
     cached = {} if cached is None else cached
     drawn = [] if reference is None else list(sampled_by(other, reference, policy, cached))
-    for batch, _, texts in sampled_by(own, policy, reference, {}):
-        own.score(scorers, batch.texts, texts)
+    for responses in sampled_by(own, policy, reference, {}):
+        own.score(scorers, responses)
     left = shown - part.start
-    for batch, _, texts in drawn:
+    for responses in drawn:
         if left > 0:
-            other.score(scorers, batch.texts[:left], texts[:left])
-        left -= len(texts)
+            other.score(scorers, responses.first(left))
+        left -= len(responses.texts)
     return pair
 
 

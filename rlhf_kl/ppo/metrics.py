@@ -11,9 +11,6 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
-from rlhf_kl.ppo.ceiling import CeilingResult
-from rlhf_kl.ppo.objectives import Stats
-from rlhf_kl.ppo.rollout import NonFiniteRollout
 from rlhf_kl.ppo.step import Update
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, mean_score
 from rlhf_kl.types import RolloutBatch
@@ -22,24 +19,27 @@ DECILES = torch.linspace(0, 1, 11, dtype=torch.float64)  # and the ends
 
 
 def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
-    """The row of an update that was made."""
-    ceiling = update.ceiling
+    """The row of an update; figures of what was not done are NaN."""
+    move, steps, taken = update.move, update.steps, update.taken
+    value_loss = update.mean("value") if update.critic_loss is None else update.critic_loss
     return {
         **rollout_metrics(update.rollout, update.coef, config),
-        **update.stats.row,
+        "policy/loss": update.mean("policy"),
+        "policy/approx_kl": update.mean("approx_kl"),
+        "policy/clip_fraction": update.mean("clipped"),
+        "policy/logratio_first_max": steps[0].loss.max_logratio if steps else math.nan,
+        "policy/grad_norm": sum(step.norm for step in taken) / len(taken) if taken else math.nan,
+        "policy/learning_rate": update.learning_rate,
+        "policy/epochs": len(steps) * config.minibatch_size / config.rollout.batch_size,
+        "value/loss": value_loss if config.critic else math.nan,
+        "value/explained_variance": update.explained_variance,
         "kl/coef": update.coef,
         "kl/coef_next": update.coef_next,
         "kl/ceiling": config.kl.ceiling_value,
-        "kl/backtrack_factor": ceiling.factor,
-        "kl/pulled_back": float(ceiling.pulled_back),
-        "kl/after_update": ceiling.kl_after,
+        "kl/backtrack_factor": move.factor,
+        "kl/pulled_back": float(move.pulled_back),
+        "kl/after_update": move.kl_after,
     }
-
-
-def failed_row(failure: NonFiniteRollout, coef: float, config: TrainConfig) -> dict[str, Any]:
-    """The row of an update that was skipped because its rollout was not finite."""
-    uncut = CeilingResult(1.0, math.nan, math.nan, math.nan)
-    return update_row(Update(failure.rollout, coef, coef, Stats(), uncut, {}), config)
 
 
 def sampling_gap(gap: Tensor, variance: Tensor, mask: Tensor) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -150,66 +149,6 @@ def ppo_loss(x: Tokens, logprobs: Tensor, penalty: Tensor, values: Tensor | None
         clipped=(x.weights * clipped).sum(),
         max_logratio=log_ratio.abs().max(),
     )
-
-
-@dataclass(frozen=True)
-class Taken:
-    """One optimizer step, or one that was left out since its gradient is not finite."""
-
-    loss: Loss
-    weight: float  # of all tokens of its minibatch
-    norm: float  # of the gradient
-
-
-# What the steps of an update did, by the keys of the row of metrics; NaN for what was not done.
-STEP_FIGURES = (
-    *("policy/loss", "policy/approx_kl", "policy/clip_fraction", "policy/logratio_first_max", "policy/grad_norm"),
-    *("policy/learning_rate", "policy/epochs", "value/loss", "value/explained_variance"),
-)
-
-
-class Stats:
-    """What the steps of one update did; `row` has their means, by their keys in the row of metrics."""
-
-    def __init__(self) -> None:
-        self.steps: list[Taken] = []  # of each minibatch
-        self.kl_at_stop = 0.0  # KL to the policy that sampled, where the update ended before a step that is too far
-        self.skipped: str | None = None  # the figure that was not finite, so that steps were left out
-        self.row: dict[str, Any] = dict.fromkeys(STEP_FIGURES, math.nan)
-
-    @property
-    def update_kl(self) -> float:
-        """KL of the policies of the update to the one that sampled, nats per token."""
-        return max(self.kl_at_stop, float(self.row["policy/approx_kl"]))
-
-    def finish(
-        self,
-        rollout: RolloutBatch,
-        targets: Targets,
-        config: TrainConfig,
-        rate: float,
-        critic: tuple[float, bool] | None,
-    ) -> None:
-        """Fill the row. `critic`: its loss before the fit, and whether all was finite."""
-        row, taken = self.row, [step for step in self.steps if math.isfinite(step.norm)]
-        row["policy/learning_rate"] = rate
-        row["policy/epochs"] = len(self.steps) * config.minibatch_size / config.rollout.batch_size
-        if self.steps:
-            row["policy/logratio_first_max"] = self.steps[0].loss.max_logratio
-        if taken:
-            loss, weight = Loss.total([step.loss for step in taken]), sum(step.weight for step in taken)
-            row["policy/loss"], row["value/loss"] = loss.policy / weight, loss.value / weight
-            row["policy/approx_kl"], row["policy/clip_fraction"] = loss.approx_kl / weight, loss.clipped / weight
-            row["policy/grad_norm"] = sum(step.norm for step in taken) / len(taken)
-        if len(taken) < len(self.steps):
-            self.skipped = "a gradient"
-        if critic is not None:
-            row["value/loss"], finite = critic
-            self.skipped = self.skipped if finite else "the loss of the value function"
-        if config.critic:
-            row["value/explained_variance"] = explained_variance(rollout, targets)
-        else:
-            row["value/loss"] = math.nan
 
 
 def explained_variance(rollout: RolloutBatch, targets: Targets) -> float:

@@ -26,11 +26,11 @@ from rlhf_kl.kl_controllers.tilt import (
 )
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.masked import float64
-from rlhf_kl.ppo.rollout import Responses, respond
+from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
 from rlhf_kl.seeding import shuffled, uniforms
-from rlhf_kl.types import Sampling
+from rlhf_kl.types import Responses, Sampled, Sampling
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
@@ -244,7 +244,7 @@ def reference_responses(
     samples: Sequence[int] | None = None,
     size: int | None = None,
     number: int = 0,
-) -> Iterator[Responses]:
+) -> Iterator[tuple[Responses, Sampled]]:
     """One response of the reference to the prompt of each of these `samples` (default: all) of plan `number`.
 
     `size`: of a batch.
@@ -253,22 +253,25 @@ def reference_responses(
     noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples", *[number] * bool(number))
     for start in range(0, len(samples), size):
         rows = list(samples[start : start + size])
-        yield respond(reference, prompts.pick([groups[i] for i in rows]), noise[rows], sampling, tokenizer)
+        yield sample(reference, prompts.table.pick([groups[i] for i in rows]), noise[rows], sampling, tokenizer)
 
 
-def score_samples(batches: Iterator[Responses], groups: list[int], scorers: Scorers) -> ReferenceSamples:
+def score_samples(
+    batches: Iterator[tuple[Responses, Sampled]], groups: list[int], scorers: Scorers
+) -> ReferenceSamples:
     """Score the reference's responses; responses without a score are left out.
 
     So are all gold scores, if one is missing. Errors: InputError from a reward, or for a score that is not finite.
     """
     scores, gold, traits, failures = [], [], [], []
-    for batch, sampled, texts in batches:
-        values, failed = scorers(batch.texts, texts)
+    for responses, sampled in batches:
+        values, failed = scorers(responses)
+        texts = responses.texts
         if bool((infinite := values[REWARD].isinf()).any()):
             raise InputError(f"reward: the score of {texts[int(infinite.nonzero()[0])][:60]!r} is not a finite number")
         scores.append(values[REWARD])
         gold.append(values.get(GOLD, torch.full((len(texts),), math.nan)))
-        traits.append(response_traits(sampled.ids, sampled.mask, sampled.ended))
+        traits.append(response_traits(responses.ids, sampled.ended))
         if failed:
             scorers, failures = scorers.trained, failed
         elif GOLD in values and bool(values[GOLD].isnan().any()):

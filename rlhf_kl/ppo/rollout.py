@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,23 +13,16 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks, unsharded
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.text import decode_responses
+from rlhf_kl.models.text import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
+from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled, Sampling
-
-
-class Responses(NamedTuple):
-    """Prompts and the policy's responses."""
-
-    prompts: PromptBatch
-    sampled: Sampled
-    texts: Sequence[str]  # of the responses (`Response`), without special tokens
+from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
 
 
 class TokenStats(NamedTuple):
@@ -44,68 +37,79 @@ class TokenStats(NamedTuple):
     values: Tensor
 
 
-class Sampler:
-    """Step -> responses of the policy. Prompts and noise depend only on the seed and the step."""
-
-    def __init__(
-        self,
-        policy: LM,
-        prompts: PromptStream,
-        tokenizer: Any,
-        sampling: Sampling,
-        seed: int,
-        rows: range | None = None,
-    ) -> None:
-        """`rows`: this process's rows of the global batch; None = all."""
-        self.policy, self.prompts, self.tokenizer, self.sampling, self.seed = policy, prompts, tokenizer, sampling, seed
-        self.rows = rows or range(prompts.batch_size)
-
-    def __call__(self, step: int) -> Responses:
-        """Responses of update `step` (from 1)."""
-        prompts = self.prompts.batch(step, self.rows.start, len(self.rows))
-        noise = uniforms(self.prompts.batch_size, self.sampling.max_new_tokens, self.seed, "rollout", step)
-        return respond(self.policy, prompts, noise[self.rows.start : self.rows.stop], self.sampling, self.tokenizer)
-
-
-def respond(policy: LM, prompts: PromptBatch, noise: Tensor, sampling: Sampling, tokenizer: Any) -> Responses:
+def sample(
+    policy: LM, prompts: Prompts, noise: Tensor, sampling: Sampling, tokenizer: Any
+) -> tuple[Responses, Sampled]:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
+    sampled = draw(policy, prompts.ids, noise, sampling)
+    ids = sampled.rows()
+    return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids), sampled
+
+
+def draw(policy: LM, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
+    """The tokens of one response to each prompt, given as tokens; in several passes where memory is short."""
     size = sized(len(prompts))
     places = [slice(start, start + size) for start in range(0, len(prompts), size)]
-    parts = [policy.sample(prompts.part(at.start, at.stop), noise[at], sampling) for at in places]
-    sampled = Sampled.concat(parts, sampling.pad_id)
-    return Responses(prompts, sampled, decode_responses(tokenizer, sampled.ids, sampled.mask, sampling.eos_ids))
+    return Sampled.concat([policy.sample(prompts[at], noise[at], sampling) for at in places], sampling.pad_id)
 
 
-class Assessor:
-    """Responses -> a rollout: scores, KL, and values."""
+class Rollouts:
+    """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values.
+
+    Prompts and noise depend only on the seed and the step.
+    """
 
     def __init__(
         self,
         model: ActorCritic,
         reference: ReferenceStates,
-        features: StateFeatures | None,
         scorers: Scorers,
         shaping: ScoreShaping,
-        temperature: float,
-        group: int = 1,
+        prompts: PromptStream,
+        sampling: Sampling,
+        tokenizer: Any,
+        *,
+        features: StateFeatures | None = None,
+        ranks: Ranks | None = None,
+        sharded: Sequence[nn.Module] = (),
+        clock: Clock | None = None,
     ) -> None:
-        """`group`: neighbours in a batch that have the same prompt."""
+        """`features`: of the critic, if it has some; `sharded`: models that sampling and scoring need whole."""
         self.model, self.reference, self.features = model, reference, features
-        self.scorers, self.shaping, self.temperature, self.group = scorers, shaping, temperature, group
+        self.scorers, self.shaping = scorers, shaping
+        self.prompts, self.sampling, self.tokenizer = prompts, sampling, tokenizer
+        self.ranks, self.sharded, self.clock = ranks or Ranks(), sharded, clock or Clock()
 
-    def __call__(self, responses: Responses) -> RolloutBatch:
-        """The rollout of one batch. Errors: InputError from a reward function."""
-        prompts, sampled, texts = responses
-        device = sampled.ids.device
-        scores, failures = self.scorers(prompts.texts, texts)
-        raw, traits = scores[REWARD], response_traits(sampled.ids, sampled.mask, sampled.ended)
+    def __call__(self, step: int) -> RolloutBatch:
+        """The rollout of update `step` (from 1). Errors: InputError from a reward function."""
+        ranks, timed = self.ranks, self.clock.timed
+        with unsharded(*self.sharded):
+            sampled = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
+            part = ranks.run(lambda: timed("time/score_s")(self.assess)(*sampled), scores=True)
+        rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
+        return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
+
+    def sample(self, step: int) -> tuple[Responses, Sampled]:
+        """This rank's responses of update `step`."""
+        prompts, limit = self.prompts, self.sampling.max_new_tokens
+        rows = self.ranks.mine(range(prompts.batch_size))
+        noise = uniforms(prompts.batch_size, limit, prompts.seed, "rollout", step)[rows.start : rows.stop]
+        batch = prompts.batch(step, rows.start, len(rows))
+        return sample(self.model.policy, batch, noise, self.sampling, self.tokenizer)
+
+    def assess(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
+        """Score these responses, and compare policy and reference at their tokens."""
+        prompts, device = responses.prompts, sampled.ids.device
+        scores, failures = self.scorers(responses)
+        raw, traits = scores[REWARD], response_traits(responses.ids, sampled.ended)
         # A clip would make an infinite score finite.
         shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
-        layout = response_layout(prompts, sampled)
-        stats = measure(self.model, self.reference, layout, self.temperature, self.features, sampled.states)
+        layout = response_layout(prompts.ids, sampled)
+        prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
+        stats = measure(self.model, self.reference, layout, self.sampling.temperature, self.features, sampled.states)
         return RolloutBatch(
-            prompt_ids=prompts.ids.to(device),
-            prompt_mask=prompts.mask.to(device),
+            prompt_ids=prompt_ids.to(device),
+            prompt_mask=prompt_mask.to(device),
             response_ids=sampled.ids,
             mask=sampled.mask,
             **stats._asdict(),
@@ -113,52 +117,20 @@ class Assessor:
             shaped_scores=shaped.to(device),
             ended=sampled.ended,
             prompts=prompts.texts,
-            responses=list(texts),
+            responses=responses.texts,
+            rows=prompts.rows,
             failures=failures,
             penalties=self.shaping.penalties(traits),
-            group=self.group,
+            group=self.prompts.samples,
             device=device,
         )
 
 
-class NonFiniteRollout(Exception):
-    """A rollout that cannot be trained on: one of its figures is not finite, or (None) no response has a score."""
+def unusable(rollout: RolloutBatch) -> dict[str, Any] | None:
+    """Why a rollout cannot be trained on, as a fact for the monitors; None if it can.
 
-    def __init__(self, figure: str | None, rollout: RolloutBatch) -> None:
-        self.broken = figure is not None
-        super().__init__(f"{figure} was not finite" if self.broken else "the reward returned None for all responses")
-        self.rollout = rollout
-
-
-class Rollouts:
-    """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values."""
-
-    def __init__(
-        self,
-        sample: Callable[[int], Responses],
-        assess: Callable[[Responses], RolloutBatch],
-        ranks: Ranks | None = None,
-        sharded: Sequence[nn.Module] = (),
-    ) -> None:
-        """`sample` and `assess` work on the rows of this rank; `sharded`: models that they use."""
-        self.sample, self.assess, self.ranks, self.sharded = sample, assess, ranks or Ranks(), sharded
-
-    def __call__(self, step: int) -> RolloutBatch:
-        """The rollout of update `step` (from 1). Errors: NonFiniteRollout."""
-        ranks = self.ranks
-        with unsharded(*self.sharded):
-            responses = ranks.run(lambda: self.sample(step))
-            part = ranks.run(lambda: self.assess(responses), scores=True)
-        rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
-        rollout = replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
-        figure = non_finite_figure(rollout)
-        if figure is not None or not bool(rollout.scored.any()):
-            raise NonFiniteRollout(figure, rollout)
-        return rollout
-
-
-def non_finite_figure(rollout: RolloutBatch) -> str | None:
-    """The name of a figure of the rollout that is not finite; None if there is none."""
+    One of its figures is not finite, or no response has a score.
+    """
     figures = {
         "a log-prob of the policy": rollout.logprobs,
         "a log-prob of the reference": rollout.ref_logprobs,
@@ -166,13 +138,19 @@ def non_finite_figure(rollout: RolloutBatch) -> str | None:
         "a value": rollout.values,
         "a score": (rollout.scores[REWARD] + rollout.shaped_scores)[rollout.scored],  # a clip makes inf finite
     }
-    return next((name for name, x in figures.items() if not bool(torch.isfinite(x).all())), None)
+    for name, x in figures.items():
+        if not bool(torch.isfinite(x).all()):
+            return {"reason": f"{name} was not finite", "broken": True}
+    if not bool(rollout.scored.any()):
+        return {"reason": "the reward returned None for all responses", "broken": False}
+    return None
 
 
-def response_layout(prompts: PromptBatch, sampled: Sampled) -> Layout:
+def response_layout(prompts: Sequence[Sequence[int]], sampled: Sampled) -> Layout:
     """Positions of the tokens of prompts and responses."""
-    ids = torch.cat([prompts.ids.to(sampled.ids.device), sampled.ids], 1)
-    return Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), sampled.mask.sum(1))
+    ids, mask = pad(prompts, 0, left=True)
+    whole = torch.cat([ids.to(sampled.ids.device), sampled.ids], 1)
+    return Layout(whole, ids.shape[1], mask.sum(1), sampled.mask.sum(1))
 
 
 @torch.no_grad()

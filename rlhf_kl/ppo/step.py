@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ops.packing import Layout, Packed, split_groups
 from rlhf_kl.optim import fit_critic, set_learning_rate
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult
-from rlhf_kl.ppo.objectives import Loss, Stats, Taken, Targets, Tokens, ppo_loss, ppo_targets
+from rlhf_kl.ppo.objectives import Loss, Targets, Tokens, explained_variance, ppo_loss, ppo_targets
 from rlhf_kl.ppo.rate import LearningRate
-from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now
+from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import RolloutBatch
@@ -32,15 +32,44 @@ ENOUGH = 16  # responses for the change of the KL in an update
 
 
 @dataclass(frozen=True)
+class OptimizerStep:
+    """One step of the optimizer, or one that was left out since its gradient is not finite."""
+
+    loss: Loss  # of its minibatch, in numbers
+    weight: float  # of all tokens of the minibatch
+    norm: float  # of the gradient
+
+
+@dataclass
 class Update:
     """One update: the row of metrics, the alarms and the samples are made from it."""
 
     rollout: RolloutBatch
     coef: float  # beta of this update
     coef_next: float
-    stats: Stats
-    ceiling: CeilingResult
-    facts: dict[str, Any]  # what the monitors should know: names of alarms with their figures
+    learning_rate: float
+    steps: list[OptimizerStep] = field(default_factory=list)
+    kl_at_stop: float = 0.0  # KL to the policy that sampled, where the update ended before a step that is too far
+    critic_loss: float | None = None  # of a critic on features, before its fit
+    explained_variance: float = math.nan  # of the returns, by the values of the rollout
+    move: CeilingResult = field(default_factory=CeilingResult)
+    facts: dict[str, Any] = field(default_factory=dict)  # for the monitors: names of alarms with their figures
+
+    @property
+    def taken(self) -> list[OptimizerStep]:
+        """The steps whose gradient was finite."""
+        return [step for step in self.steps if math.isfinite(step.norm)]
+
+    def mean(self, figure: str) -> float:
+        """Mean of a figure of the loss over the tokens of the steps that were taken; NaN without any."""
+        if not self.taken:
+            return math.nan
+        loss: float = getattr(Loss.total([step.loss for step in self.taken]), figure)
+        return loss / sum(step.weight for step in self.taken)
+
+    def skip(self, figure: str) -> None:
+        """Tell the monitors that a step was left out, since this figure was not finite."""
+        self.facts["update-skipped"] = {"reason": f"{figure} was not finite", "broken": True}
 
 
 class PPOTrainer:
@@ -78,28 +107,31 @@ class PPOTrainer:
         )
 
     def update(self, step: int) -> Update:
-        """Update number `step` (from 1). Errors: NonFiniteRollout, before anything has changed."""
+        """Update number `step` (from 1). With a rollout that cannot be trained on nothing changes."""
         rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
-        coef, kl = self.controller.beta, rollout.kl(self.config.kl.unit)
+        coef, unit = self.controller.beta, self.config.kl.unit
+        if (left_out := unusable(rollout)) is not None:
+            return Update(rollout, coef, coef, math.nan, facts={"update-skipped": left_out})
+        kl = rollout.kl(unit)
         targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
         before = self.ceiling.snapshot()
-        stats = self.optimize(rollout, targets, step)  # 4. epochs of clipped steps
-        move, facts = CeilingResult(1.0, kl.mean, kl.mean, kl.mean), {}
+        update = Update(rollout, coef, coef, self.rate(step), move=CeilingResult(1.0, kl.mean, kl.mean, kl.mean))
+        self.optimize(update, targets, step)  # 4. epochs of clipped steps
         if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
-            move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
+            move = update.move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
             seen = move.kl_before, move.kl_after, move.kl_uncut
-            facts = self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
-            growth = self.controller.beta / coef if coef else 1.0
-            update_kl = stats.update_kl * rollout.tokens_per(self.config.kl.unit)
-            facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the learning rate
-        if stats.skipped is not None:
-            facts["update-skipped"] = {"reason": f"{stats.skipped} was not finite", "broken": True}
-        return Update(rollout, coef, self.controller.beta, stats, move, facts)
+            update.facts |= self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
+            update.coef_next = self.controller.beta
+            growth = update.coef_next / coef if coef else 1.0
+            update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * rollout.tokens_per(unit)
+            update.facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the rate
+        return update
 
-    def optimize(self, rollout: RolloutBatch, targets: Targets, step: int) -> Stats:
+    def optimize(self, update: Update, targets: Targets, step: int) -> None:
         """Several epochs of clipped minibatch steps; then the fit of a critic on features, if there is one."""
-        cfg, stats, tokens = self.config.ppo, Stats(), Tokens.of(rollout, targets)
-        set_learning_rate(self.optimizer, self.rate(step))
+        cfg, rollout = self.config.ppo, update.rollout
+        tokens = Tokens.of(rollout, targets)
+        set_learning_rate(self.optimizer, update.learning_rate)
         with freezing(self.policy if step <= cfg.value_warmup else []):
             for rows in self.minibatches(step):
                 weight = float(targets.weights[rows].sum())
@@ -107,14 +139,19 @@ class PPOTrainer:
                     continue  # nothing to learn from
                 loss = self.backward(rollout.layout, tokens, rows, weight)
                 if cfg.max_update_kl is not None and loss.approx_kl > cfg.max_update_kl * weight:
-                    stats.kl_at_stop = loss.approx_kl / weight
+                    update.kl_at_stop = loss.approx_kl / weight
                     self.optimizer.zero_grad()
                     break
                 norm = self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm)
-                stats.steps.append(Taken(loss, weight, float(norm)))
-        critic = None if self.features is None else self.fit_critic(self.features, rollout, targets, step)
-        stats.finish(rollout, targets, self.config, self.rate(step), critic)
-        return stats
+                update.steps.append(OptimizerStep(loss, weight, float(norm)))
+        if len(update.taken) < len(update.steps):
+            update.skip("a gradient")
+        if self.features is not None:
+            update.critic_loss, finite = self.fit_critic(self.features, rollout, targets, step)
+            if not finite:
+                update.skip("the loss of the value function")
+        if self.config.critic:
+            update.explained_variance = explained_variance(rollout, targets)
 
     def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
         """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kl.data.chat import chat_exchange, require_chat_template
+from rlhf_kl.data.chat import chat_exchange, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk
@@ -21,6 +21,7 @@ from rlhf_kl.models.load import context_length, save_model
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pack_last, pass_overhead, same_tokens, text_layout
+from rlhf_kl.types import Prompt, Responses
 
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
 SCORING_TOKENS = 1 << 16
@@ -114,11 +115,13 @@ class RewardModel:
                 "last hidden state"
             )
 
+    def __call__(self, responses: Responses) -> Tensor:
+        """As `score`."""
+        return self.score(responses.prompts.asked, responses.texts)
+
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Tensor:
         """Scores (B,) float32 on the CPU, in the model's unit; inf where it is not finite, since NaN means no score."""
-        if not prompts:  # a process whose part is empty
-            return torch.zeros(0)
         rows = self.encode(prompts, responses)
         read = self._encoded if self.encoder else partial(self._behind_prompts, self._starts(prompts, rows))
         scores = read(rows, sized(self.rows)).cpu()
@@ -132,7 +135,7 @@ class RewardModel:
             scores[group] = self.forward([rows[i] for i in group]).cpu()
         return scores
 
-    def _starts(self, prompts: Sequence[str], rows: Sequence[Sequence[int]]) -> list[int]:
+    def _starts(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> list[int]:
         """How many tokens of each text are those of its prompt alone; at least 1."""
         different = list(dict.fromkeys(prompts))
         alone = dict(zip(different, self.encode(different, [""] * len(different)), strict=True))
@@ -182,13 +185,13 @@ class RewardModel:
         others = [i for i in range(logits.shape[1]) if i != self.output]
         return logits[:, self.output] - logits[:, others].logsumexp(1)
 
-    def encode(self, prompts: Sequence[str], responses: Sequence[str]) -> list[list[int]]:
+    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[list[int]]:
         """bos, prompt, response, eos, or the chat template's tokens; a text that is too long loses its beginning."""
         pairs = list(zip(prompts, responses, strict=True))
         if self.form.chat:
             texts = [chat_exchange(self.tokenizer, prompt, response, None, {}) for prompt, response in pairs]
         else:
-            texts = [prompt + response for prompt, response in pairs]
+            texts = [plain_text(prompt) + response for prompt, response in pairs]
         if self.encoder and not self.form.chat:
             self.tokenizer.truncation_side = "left"
             full: list[list[int]] = self.tokenizer(

@@ -8,7 +8,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.plugins import hidden, users_code
+from rlhf_kl.types import Prompts, Responses
 
 
 class PluginReward:
@@ -43,13 +44,14 @@ class PluginReward:
                 self._object = self._run(partial(attribute, **options))
         self._function: Any = self._object if inspect.isclass(attribute) else partial(attribute, **options)
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Tensor:
+    def __call__(self, responses: Responses) -> Tensor:
         """Scores (B,) float32; NaN where it returned None.
 
         Errors: InputError with its fault: the line that raised, the missing column, or the score that is no number.
         """
-        batch = f"{len(responses)} responses, the first of them {responses[0][:60]!r}"
-        call = self._call(prompts, responses)
+        texts = responses.texts
+        batch = f"{len(texts)} responses, the first of them {texts[0][:60]!r}"
+        call = self._call(responses)
         try:
             with users_code("raised"):
                 returned = self._run(lambda: self._values(call()), self._limit)
@@ -57,29 +59,29 @@ class PluginReward:
             raise InputError(f"{error} (reward.time_limit) on {batch}") from error
         if not isinstance(returned, list):
             raise InputError(f"returned {type(returned).__name__}, not one number per response, on {batch}")
-        if len(returned) != len(responses):
+        if len(returned) != len(texts):
             raise InputError(f"returned {len(returned)} scores for {batch}")
         scores = torch.tensor([math.nan if score is None else _number(score) for score in returned])
-        for score, raw, response in zip(scores.tolist(), returned, responses, strict=True):
+        for score, raw, response in zip(scores.tolist(), returned, texts, strict=True):
             if raw is not None and not math.isfinite(score):
                 shown = hidden(repr(raw))
                 raise InputError(f"the score of {response[:60]!r} is {shown}, not a finite number")
         return scores
 
-    def _call(self, prompts: Sequence[str], responses: Sequence[str]) -> Callable[[], Any]:
-        return partial(self._function, prompts, responses, **self.columns_of(prompts))
+    def _call(self, responses: Responses) -> Callable[[], Any]:
+        prompts = responses.prompts
+        return partial(self._function, list(prompts.texts), list(responses.texts), **self.columns_of(prompts))
 
-    def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
+    def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
         """Column of the data set -> its values, one a prompt. Errors: InputError if a prompt has no such column."""
-        rows: list[Mapping[str, Any]] = [getattr(prompt, "row", {}) for prompt in prompts]
-        for name in self.columns:
-            if bare := [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if name not in row]:
-                prompt, row = bare[0]
-                raise InputError(
-                    f"needs {name!r}, neither an option in the config nor a column of the prompt "
-                    f"{prompt[:60]!r}{suggestion(name, row)}"
-                )
-        return {name: [row[name] for row in rows] for name in self.columns}
+        for text, row in zip(prompts.texts, prompts.rows, strict=True):
+            for name in self.columns:
+                if name not in row:
+                    raise InputError(
+                        f"needs {name!r}, neither an option in the config nor a column of the prompt "
+                        f"{text[:60]!r}{suggestion(name, row)}"
+                    )
+        return {name: [row[name] for row in prompts.rows] for name in self.columns}
 
     @property
     def has_state(self) -> bool:

@@ -20,6 +20,7 @@ from rlhf_kl.errors import InputError, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.trl import TRLReward
+from rlhf_kl.types import Prompts, Responses
 from rlhf_kl.ui import log
 
 REWARD, GOLD = "reward", "gold"
@@ -31,7 +32,7 @@ class Scorer:
     """A reward model, or a user's function. One of weight 0 is only logged: its failure does not end a run."""
 
     name: str  # "reward", "terms.NAME" or "gold"
-    call: Callable[[Sequence[str], Sequence[str]], Tensor]
+    call: Callable[[Responses], Tensor]
     weight: float = 1.0
 
     @property
@@ -53,18 +54,18 @@ class Scorers:
     def __init__(self, *scorers: Scorer) -> None:
         self.scorers = scorers
 
-    def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> Scores:
+    def __call__(self, responses: Responses) -> Scores:
         """Errors: InputError from a scorer with a weight, by its config key."""
         values: dict[str, Tensor] = {}
         failures = []
         for scorer in self.scorers:
             try:
                 with blame(scorer.key):
-                    values[scorer.name] = scorer.call(prompts, responses)
+                    values[scorer.name] = scorer.call(responses)
             except InputError as error:
                 if scorer.weight:
                     raise
-                values[scorer.name] = torch.full((len(responses),), math.nan)
+                values[scorer.name] = torch.full((len(responses.texts),), math.nan)
                 failures.append(str(error))
         terms = [scorer for scorer in self.scorers if scorer.name.startswith(TERM)]
         values |= {term.name: term.weight * values[term.name].double() for term in terms}
@@ -94,7 +95,7 @@ class Scorers:
 
     # ---- columns of the data set
 
-    def columns_of(self, prompts: Sequence[str]) -> list[dict[str, list[Any]]]:
+    def columns_of(self, prompts: Prompts) -> list[dict[str, list[Any]]]:
         """The columns that each function reads. Errors: InputError if a prompt lacks one."""
         columns = []
         for scorer, function in self._functions:

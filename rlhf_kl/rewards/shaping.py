@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,13 +22,13 @@ class ResponseTraits(NamedTuple):
     repeated: Tensor  # share of its three-token runs that are repetitions
 
 
-def response_traits(ids: Tensor, mask: Tensor, ended: Tensor) -> ResponseTraits:
-    """Traits of responses (B, T), on the CPU."""
-    rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
-    return ResponseTraits(ended.cpu(), mask.sum(1).cpu(), torch.tensor([_repeated(row) for row in rows]))
+def response_traits(ids: Sequence[Sequence[int]], ended: Tensor) -> ResponseTraits:
+    """Traits of responses with these tokens, on the CPU."""
+    lengths, repeated = torch.tensor(list(map(len, ids))), torch.tensor(list(map(_repeated, ids)))
+    return ResponseTraits(ended.cpu(), lengths, repeated)
 
 
-def _repeated(tokens: list[int]) -> float:
+def _repeated(tokens: Sequence[int]) -> float:
     runs = [tuple(tokens[i : i + REPEAT]) for i in range(len(tokens) - REPEAT + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 

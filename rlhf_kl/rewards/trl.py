@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 from rlhf_kl.config.plugins import TRL_PROVIDED
-from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import hidden
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.types import Prompt, Response
+from rlhf_kl.types import Prompts, Responses
 
 OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 
@@ -47,21 +46,20 @@ class TRLReward(PluginReward):
         self.extra.clear()
         self.logged.clear()
 
-    def columns_of(self, prompts: Sequence[str]) -> dict[str, list[Any]]:
+    def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
         """Every column that it gets. Errors: InputError if a prompt has no column that it needs."""
         needed = super().columns_of(prompts)
-        rows: list[Mapping[str, Any]] = [getattr(prompt, "row", {}) for prompt in prompts]
-        names = dict.fromkeys(name for row in rows for name in row if name not in self.hidden_columns)
+        names = dict.fromkeys(name for row in prompts.rows for name in row if name not in self.hidden_columns)
         taken = [name for name in names if self.takes_all or name in self.takes]
-        return needed | {name: [row.get(name) for row in rows] for name in taken}
+        return needed | {name: [row.get(name) for row in prompts.rows] for name in taken}
 
-    def _call(self, prompts: Sequence[str], responses: Sequence[str]) -> Callable[[], Any]:
-        if any(not isinstance(response, Response) for response in responses):
-            raise InputError("completion_ids exist only for sampled responses")
+    def _call(self, responses: Responses) -> Callable[[], Any]:
+        prompts, texts, ids = responses
+        asked = [[_message(*turn) for turn in turns] for turns in prompts.messages]
         arguments = {
-            "prompts": [_messages(prompt) or str(prompt) for prompt in prompts],
-            "completions": [_completion(prompt, text) for prompt, text in zip(prompts, responses, strict=True)],
-            "completion_ids": [list(response.ids) for response in responses if isinstance(response, Response)],
+            "prompts": [turns or text for turns, text in zip(asked, prompts.texts, strict=True)],
+            "completions": [[_message("assistant", x)] if turns else x for turns, x in zip(asked, texts, strict=True)],
+            "completion_ids": [list(row) for row in ids],
             "trainer_state": self._state(),
             "log_extra": self._log_extra,
             "log_metric": lambda name, value: self.logged[name].append(float(value)),
@@ -84,13 +82,8 @@ class TRLReward(PluginReward):
         return TrainerState(global_step=self.update - 1, max_steps=self.updates)
 
 
-def _messages(prompt: str) -> list[dict[str, str]]:
-    turns = prompt.messages if isinstance(prompt, Prompt) else ()
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def _completion(prompt: str, response: str) -> Any:
-    return [{"role": "assistant", "content": str(response)}] if _messages(prompt) else str(response)
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def _is_nan(score: Any) -> bool:

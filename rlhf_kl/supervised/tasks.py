@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_kl.data.chat import chat_exchange, chat_prompt, require_chat_template
+from rlhf_kl.data.chat import chat_exchange, chat_prompt, plain_text, require_chat_template
 from rlhf_kl.data.texts import Example, Labelled, Pair
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError, blame
@@ -105,7 +105,7 @@ class ResponseTask(LanguageTask):
         self.rows_of_a_pass = rows_of_a_pass
         self.eos_ids, self.context = eos_ids(lm.model, tokenizer), context_length(lm.model)
         rows, starts, cut = self._encoded(lm.model, tokenizer, examples)
-        fingerprint = texts_fingerprint(text for example in examples for text in example)
+        fingerprint = texts_fingerprint(plain_text(text) for example in examples for text in example)
         super().__init__(lm, tokenizer, rows, starts, fingerprint)
         self.heldout, self.heldout_starts, _ = self._encoded(lm.model, tokenizer, heldout) if heldout else ([], [], 0)
         if cut:
@@ -136,7 +136,8 @@ class ResponseTask(LanguageTask):
             exchange = chat_exchange(tokenizer, example.prompt, example.response, self.system, self.options)
             answered = exchange if exchange.startswith(asked) else asked + example.response
         else:
-            asked, answered = example.prompt, example.prompt + example.response
+            asked = plain_text(example.prompt)
+            answered = asked + example.response
         bos = False if self.chat else None  # a template writes its bos itself
         prompt, both = encode_all(tokenizer, [asked, answered], bos=bos)
         if both[: len(prompt)] == prompt:
@@ -200,7 +201,7 @@ class PairTask(RewardTask):
         self.chosen = reward.encode(prompts, [pair.chosen for pair in pairs])
         self.rejected = reward.encode(prompts, [pair.rejected for pair in pairs])
         longer = [max(len(one), len(other)) for one, other in zip(self.chosen, self.rejected, strict=True)]
-        fingerprint = texts_fingerprint(text for pair in pairs for text in pair)
+        fingerprint = texts_fingerprint(plain_text(text) for pair in pairs for text in pair)
         super().__init__(reward, self.chosen + self.rejected, longer, fingerprint)
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
@@ -214,8 +215,8 @@ class PairTask(RewardTask):
 
         def score(part: slice) -> Tensor:
             prompts = [pair.prompt for pair in self.heldout[part]]
-            chosen = self.reward(prompts, [pair.chosen for pair in self.heldout[part]])
-            return torch.stack([chosen, self.reward(prompts, [pair.rejected for pair in self.heldout[part]])])
+            chosen = self.reward.score(prompts, [pair.chosen for pair in self.heldout[part]])
+            return torch.stack([chosen, self.reward.score(prompts, [pair.rejected for pair in self.heldout[part]])])
 
         self.scores = torch.cat(ranks.parts(len(self.heldout), score), 1)  # (2, held-out pairs)
         return pair_figures(*self.scores)
@@ -253,7 +254,7 @@ class LabelTask(RewardTask):
 
         def score(part: slice) -> Tensor:
             texts = [row.text for row in self.heldout[part]]
-            return self.reward([""] * len(texts), texts)
+            return self.reward.score([""] * len(texts), texts)
 
         self.scores = torch.cat(ranks.parts(len(self.heldout), score))
         self.positive = torch.tensor([row.label > 0.5 for row in self.heldout])

@@ -16,9 +16,9 @@ from rlhf_kl.config.schema import (
     SFTDataSection,
     TrainConfig,
 )
-from rlhf_kl.data.chat import several_turns
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
+from rlhf_kl.types import Prompts, Responses
 
 if TYPE_CHECKING:
     from rlhf_kl.build.world import World
@@ -43,12 +43,16 @@ def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: Wo
     train, kept = loader.prompts(config.data, config.eval)
     assert len(train) == 400
     assert len(kept) == 64
-    assert not set(train) & set(kept)
+    assert not {row.text for row in train} & {row.text for row in kept}
     assert len(loader.texts(config.eval.texts, "text", "eval.texts", "test")) == 60
     assert len(loader.texts(config.eval.texts, "text", "eval.texts", "test", limit=7)) == 7
     scorers = loader.scorers(config.reward)
     assert scorers.model is not None
-    assert scorers(["The hotel in Oslo:"], [""]).values["gold"].tolist() == [-4.0]
+    assert scorers(answered("The hotel in Oslo:", "")).values["gold"].tolist() == [-4.0]
+
+
+def answered(prompt: str, response: str) -> Responses:
+    return Responses(Prompts([prompt], [[]], [{}], [()]), [response], [[]])
 
 
 def prompts(path: str) -> PromptsSection:
@@ -59,19 +63,19 @@ def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(loader: Loa
     rows = [{"q": f"prompt {i % 40}"} for i in range(100)]  # each of 40 two or three times
     train, kept = loader.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), HELD)
     assert len(kept) == 2
-    assert not set(train) & set(kept)
-    assert set(train) | set(kept) == {row["q"] for row in rows}
+    assert not {row.text for row in train} & {row.text for row in kept}
+    assert {row.text for row in train + kept} == {row["q"] for row in rows}
 
 
 def test_few_prompts_serve_for_both(loader: Loader, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", [{"q": "one"}, {"q": "two"}])
-    assert loader.prompts(prompts(path), HELD) == (["one", "two"], ["one", "two"])
+    assert [[row.text for row in part] for part in loader.prompts(prompts(path), HELD)] == [["one", "two"]] * 2
 
 
 def test_held_out_prompts_that_are_named_win(loader: Loader, tmp_path: Path) -> None:
     train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
     own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
-    assert loader.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == ["mine"]
+    assert loader.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == [("mine", {"q": "mine"}, ())]
 
 
 def test_pairs_of_a_file(loader: Loader, tmp_path: Path) -> None:
@@ -108,12 +112,12 @@ def test_prompts_in_the_form_of_conversations_and_of_columns(loader: Loader, tmp
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
     rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
     file = jsonl(tmp_path / "c.jsonl", rows)
-    assert loader.prompts(prompts(file), HELD)[0] == ["why?", "plain"]
+    assert [row.text for row in loader.prompts(prompts(file), HELD)[0]] == ["why?", "plain"]
     chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [several_turns(p) for p in loader.prompts(chat, HELD)[0]] == [0, 1, 0]
+    assert [len(row.messages) for row in loader.prompts(chat, HELD)[0]] == [1, 3, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
-    assert loader.prompts(section, HELD)[0] == ["{T} P {x}\nTL;DR:"]
+    assert loader.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"
     with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
         loader.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
 
@@ -125,8 +129,8 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
         "model": {"model": str(tiny_reward_folder), "weight": 0.5},
     }
     section = RewardSection.model_validate({"kind": "sum", "terms": terms, "gold": tiny_data.reward})
-    together = loader.scorers(section)(["x"], ["aab"]).values
-    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(["x"], ["aab"]).values["reward"])
+    together = loader.scorers(section)(answered("x", "aab")).values
+    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(answered("x", "aab")).values["reward"])
     assert float(together["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
     assert float(together["gold"]) == 0.25
 
@@ -134,5 +138,5 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
 def test_scorers_that_are_left_out(loader: Loader, tiny_data: Any) -> None:
     section = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
     for reward, gold in ((True, False), (False, True)):
-        values = loader.scorers(section, reward=reward, gold=gold)(["x"], ["aa"]).values
+        values = loader.scorers(section, reward=reward, gold=gold)(answered("x", "aa")).values
         assert set(values) == ({"reward"} if reward else {"gold"})

@@ -208,7 +208,9 @@ def test_few_samples_tell_only_a_low_kl_and_equal_ones_nothing() -> None:
     assert not list(check_targets(config(), ReferenceScores([1.0] * 64, [i // 8 for i in range(64)], 20.0)))
 
 
-def test_the_score_at_a_kl_by_enumerating_a_tiny_model(new_model: Callable[..., Any], letters: Any) -> None:
+def test_the_score_at_a_kl_by_enumerating_a_tiny_model(
+    new_model: Callable[..., Any], letters: Any, prompts_of: Callable[..., Any]
+) -> None:
     """Two tokens after two prompts, whose scores differ by 10: the tilt of all responses, with one beta for both."""
     lm, texts = LM(new_model(seed=3, spread=0.2)), ["ab", "cd"]
     values = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
@@ -221,9 +223,9 @@ def test_the_score_at_a_kl_by_enumerating_a_tiny_model(new_model: Callable[..., 
         chance[prompt] = first[0][:, None] * second
     groups = [i // 2048 for i in range(4096)]
     sampled = reference_responses(
-        lm, PromptStream(texts, letters, 64, 0), groups, Sampling(2, 1.0, [-1], 0), letters, 0
+        lm, PromptStream(prompts_of(*texts), 64, 0), groups, Sampling(2, 1.0, [-1], 0), letters, 0
     )
-    drawn = [(a, b) for batch in sampled for a, b in batch.sampled.ids.tolist()]
+    drawn = [(a, b) for responses, _ in sampled for a, b in responses.ids]
     scores = [float(values[pair]) + 10 * group for pair, group in zip(drawn, groups, strict=True)]
     table, _ = read_table(ReferenceScores(scores, groups, 2.0), target=0.1)
     assert len(table) == 6

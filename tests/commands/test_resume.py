@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.ppo.rollout import Sampler
+from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
@@ -75,7 +75,7 @@ class Drawing:
 RUNS = {  # what is called when the run dies, at which call, and the run
     "update": (PPOTrainer, "backward", 9, ["ppo.lr_schedule=adaptive", "ppo.learning_rate=0.05", "kl.target=0.05"]),
     "checkpoint": (Run, "_write", 2, ["policy.value=head", "policy.lora={r: 4, alpha: 8.0}"]),
-    "rollout": (Sampler, "__call__", 4, ["ppo.advantage=rloo", "rollout.samples_per_prompt=4", "reward.kind={draws}"]),
+    "rollout": (Rollouts, "sample", 4, ["ppo.advantage=rloo", "rollout.samples_per_prompt=4", "reward.kind={draws}"]),
 }
 
 

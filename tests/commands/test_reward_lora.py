@@ -57,7 +57,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def scores(folder: Path) -> torch.Tensor:
     reward = Loader().reward_model(str(folder), "reward.model", ScorerSection())
-    return reward([""] * len(TEXTS), TEXTS)
+    return reward.score([""] * len(TEXTS), TEXTS)
 
 
 def test_it_learns_and_stores_the_adapter_and_the_head_alone(run: Path) -> None:
@@ -97,7 +97,7 @@ def test_train_takes_it_as_its_reward_model(run: Path, tiny_settings: dict[str, 
     found = rows(run.parent / "ppo")
     samples = list(read_jsonl(run.parent / "ppo" / "samples.jsonl"))[:8]
     again = Loader().reward_model(str(run / "final"), "reward", ScorerSection())
-    expected = again([row["prompt"] for row in samples], [row["response"] for row in samples])
+    expected = again.score([row["prompt"] for row in samples], [row["response"] for row in samples])
     assert [row["score"] for row in samples] == pytest.approx(expected.tolist(), abs=1e-4)
     assert found[-2]["kl/token"] > 1e-4
 

@@ -36,6 +36,7 @@ def rollout() -> RolloutBatch:
         shaped_scores=torch.zeros(ROWS),
         ended=torch.ones(ROWS, dtype=torch.bool),
         prompts=[f"p{i}" for i in range(ROWS)],
+        rows=[{}] * ROWS,
         responses=[f"r{i}" for i in range(ROWS)],
     )
 

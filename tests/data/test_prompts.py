@@ -1,56 +1,60 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from rlhf_kl.data.chat import conversation
+from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.prompts import PromptFormat, PromptStream, prepare_prompts
+from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.errors import InputError
+from rlhf_kl.types import Prompt, Prompts
 
 TEXTS = ["a", "ab", "abc", "abcd", "b", "bb", "bbb"]
 
 
-def stream(letters: Any, batch_size: int = 3, seed: int = 0) -> PromptStream:
-    return PromptStream(TEXTS, letters, batch_size, seed)
+@pytest.fixture
+def stream(prompts_of: Callable[..., Prompts]) -> Callable[..., PromptStream]:
+    return lambda seed=0: PromptStream(prompts_of(*TEXTS), 3, seed)
 
 
-def test_every_prompt_comes_once_before_any_comes_again(letters: Any) -> None:
-    prompts = stream(letters)
+def test_every_prompt_comes_once_before_any_comes_again(stream: Callable[..., PromptStream]) -> None:
+    prompts = stream()
     seen = [text for step in range(1, 8) for text in prompts.batch(step).texts]
     for epoch in range(3):
         assert sorted(seen[7 * epoch : 7 * epoch + 7]) == sorted(TEXTS)
     assert seen[:7] != seen[7:14]
 
 
-def test_a_batch_depends_on_seed_and_step_alone(letters: Any) -> None:
-    forward = [stream(letters).batch(step).texts for step in (1, 2, 5)]
-    one = stream(letters)
+def test_a_batch_depends_on_seed_and_step_alone(stream: Callable[..., PromptStream]) -> None:
+    forward = [stream().batch(step).texts for step in (1, 2, 5)]
+    one = stream()
     assert [one.batch(step).texts for step in (5, 2, 1)] == forward[::-1]
-    assert stream(letters, seed=1).batch(1).texts + stream(letters, seed=1).batch(2).texts != (forward[0] + forward[1])
+    assert stream(seed=1).batch(1).texts + stream(seed=1).batch(2).texts != (forward[0] + forward[1])
 
 
-def test_prompts_are_padded_on_the_left(letters: Any) -> None:
-    batch = stream(letters).pick([0, 3])
-    assert batch.ids.tolist() == [[0, 0, 0, 1, 3], [1, 3, 4, 5, 6]]
-    assert batch.mask.tolist() == [[False, False, False, True, True], [True] * 5]
-    assert len(batch) == 2
+def prepare(
+    prompts: Sequence[Prompt], tokenizer: Any, room: int | None, form: PromptFormat | None = None
+) -> tuple[Prompts, str]:
+    rows = [PromptRow(plain_text(each), {}, () if isinstance(each, str) else each) for each in prompts]
+    return prepare_prompts(rows, tokenizer, room, form)
 
 
-def problem(texts: list[str], letters: Any, room: int | None, form: PromptFormat | None = None) -> str:
+def problem(prompts: Sequence[Prompt], letters: Any, room: int | None, form: PromptFormat | None = None) -> str:
     with pytest.raises(InputError) as caught:
-        prepare_prompts(texts, letters, room, form)
+        prepare(prompts, letters, room, form)
     return str(caught.value)
 
 
 def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) -> None:
-    prompts = prepare_prompts(["ab", "", "abcd", " \n", "abc"], letters, 4)
+    prompts, note = prepare(["ab", "", "abcd", " \n", "abc"], letters, 4)
     assert prompts.texts == ["ab", "abc"]
-    assert prompts.rows == [[1, 3, 4], [1, 3, 4, 5]]
-    assert prompts.note.startswith("3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
-    assert prepare_prompts(["ab", "abc"], letters, 4).note == ""
-    assert prepare_prompts(["ab" * 99], letters, None).note == ""
+    assert prompts.ids == [[1, 3, 4], [1, 3, 4, 5]]
+    assert note.startswith("3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
+    assert prepare(["ab", "abc"], letters, 4)[1] == ""
+    assert prepare(["ab" * 99], letters, None)[1] == ""
 
 
 def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
@@ -63,9 +67,9 @@ def test_a_prompt_of_a_command_line_that_is_no_utf_8_is_refused(letters: Any) ->
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
-    prompts = prepare_prompts(["abcd", "d", "dcba"], letters, 6, PromptFormat(first_tokens=2))
+    prompts, _ = prepare(["abcd", "d", "dcba"], letters, 6, PromptFormat(first_tokens=2))
     assert prompts.texts == ["ab", "d", "dc"]
-    assert prompts.rows == [[1, 3, 4], [1, 6], [1, 6, 5]]
+    assert prompts.ids == [[1, 3, 4], [1, 6], [1, 6, 5]]
 
 
 CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}d{% endif %}"
@@ -74,9 +78,9 @@ CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_gene
 def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    prompts = prepare_prompts(["ab"], chatty, 10, PromptFormat(chat=True, system="c"))
+    prompts, _ = prepare(["ab"], chatty, 10, PromptFormat(chat=True, system="c"))
     assert prompts.texts == ["ab"]  # what a reward function sees
-    assert prompts.rows == [[5, 2, 3, 4, 2, 6]]  # c, eos, a, b, eos, d: a bos only where the template writes one
+    assert prompts.ids == [[5, 2, 3, 4, 2, 6]]  # c, eos, a, b, eos, d: a bos only where the template writes one
     assert "no chat template" in problem(["ab"], letters, 10, PromptFormat(chat=True))
     chatty.chat_template = "{{ raise_exception('no system') }}"
     assert "no system" in problem(["ab"], chatty, 10, PromptFormat(chat=True))
@@ -89,8 +93,8 @@ def test_variables_of_a_chat_template(letters: Any) -> None:
     def form(**options: Any) -> PromptFormat:
         return PromptFormat(chat=True, options=options)
 
-    assert prepare_prompts(["a"], chatty, 10, form()).rows == [[1, 3, 2, 6]]
-    assert prepare_prompts(["a"], chatty, 10, form(enable_thinking=False)).rows == [[1, 3, 2, 6, 5, 5]]
+    assert prepare(["a"], chatty, 10, form())[0].ids == [[1, 3, 2, 6]]
+    assert prepare(["a"], chatty, 10, form(enable_thinking=False))[0].ids == [[1, 3, 2, 6, 5, 5]]
     words = problem(["a"], chatty, 10, form(enable_thinkin=False))
     assert "data.chat_options.enable_thinkin: " in words
     assert "did you mean enable_thinking?" in words
@@ -100,10 +104,10 @@ def test_variables_of_a_chat_template(letters: Any) -> None:
 def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    several = conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
-    own = conversation([("system", "d"), ("user", "a")])
-    prompts = prepare_prompts([several, own], chatty, 20, PromptFormat(chat=True, system="c"))
+    several = (("user", "a"), ("assistant", "b"), ("user", "c"))
+    own = (("system", "d"), ("user", "a"))
+    prompts, _ = prepare([several, own], chatty, 20, PromptFormat(chat=True, system="c"))
     assert prompts.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
     # The configured system message, three turns, the answer's beginning; then one that has its own
-    assert prompts.rows == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
+    assert prompts.ids == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
     assert "first_tokens" in problem([several], chatty, 20, PromptFormat(chat=True, first_tokens=2))

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.data.chat import Unusable, conversation, several_turns, split_conversation
+from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
 from rlhf_kl.data.files import drawn, split_heldout, without_leaks
 from rlhf_kl.data.texts import (
     Example,
@@ -117,8 +115,7 @@ def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
         {"p": [{"role": "user", "content": []}]},
     ]
     items, left_out = read_prompts(rows, "p", None, "f", chat=True)
-    assert items[0] == "why?"
-    assert items[0].messages == (("user", "why?"),)
+    assert items[0] == ("why?", rows[0], (("user", "why?"),))
     assert items[1].messages == (("system", "be brief"), ("user", "why?"))
     assert left_out == (
         "f: 5 of 7 rows left out: 1 with a part of type 'image' (row 3); 1 with a tool call (row 4); "
@@ -150,30 +147,25 @@ def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str,
         with pytest.raises(Unusable, match=expected):
             split_conversation(messages)
         return
-    parts = split_conversation(messages)
-    if not isinstance(expected[0], list):
-        assert parts == expected
-        assert not several_turns(parts[0])
-        return
-    assert several_turns(parts[0])
-    assert parts[0].messages == tuple((turn["role"], turn["content"]) for turn in expected[0])
-    assert parts[1] == expected[1]
+    prompt, answer = expected
+    if isinstance(prompt, list):
+        prompt = tuple((turn["role"], turn["content"]) for turn in prompt)
+    assert split_conversation(messages) == (prompt, answer)
 
 
 def test_a_conversation_is_a_text_too() -> None:
-    turns = conversation([("user", "why?"), ("assistant", "so."), ("user", "no")])
-    assert turns == "user: why?\n\nassistant: so.\n\nuser: no"
-    assert len({turns, str(turns)}) == 1
-    assert copy.deepcopy(turns).messages == pickle.loads(pickle.dumps(turns)).messages == turns.messages
+    turns = (("user", "why?"), ("assistant", "so."), ("user", "no"))
+    assert plain_text(turns) == "user: why?\n\nassistant: so.\n\nuser: no"
+    assert plain_text("why?") == "why?"
 
 
 def test_prompts_of_several_turns_need_a_chat_template() -> None:
     rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
-    assert read_prompts(rows, "p", None, "data.prompts", chat=False)[0] == ["q", "why?"]
+    plain, _ = read_prompts(rows, "p", None, "data.prompts", chat=False)
+    assert [row.text for row in plain] == ["q", "why?"]
     items, left_out = read_prompts(rows, "p", None, "data.prompts", chat=True)
     assert left_out == "data.prompts: 1 of 4 rows left out: 1 with no prompt (row 4)"
-    assert len(items) == 3
-    assert several_turns(items[2])
+    assert [len(row.messages) for row in items] == [0, 1, 3]
     assert "none of 2 rows can be used: 1 with several turns without data.chat_template (row 1)" in problem(
         read_prompts, rows[2:], "p", None, "data.prompts", chat=False
     )
@@ -193,7 +185,7 @@ def test_examples_of_columns_and_of_conversations() -> None:
     ]
     items, left_out = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
     assert [example.response for example in items] == ["a", "so."]
-    assert (len(items[0].prompt.messages), items[1].prompt, left_out) == (3, "why?", "")  # type: ignore[attr-defined]
+    assert (len(items[0].prompt), items[1].prompt, left_out) == (3, "why?", "")
     assert read_examples(several[:2], "p", "r", None, "data.texts")[0] == [Example("why?", "so.")]
     assert read_examples(several[2:], None, "r", None, "data.texts", chat=True)[0][0].response == "so."
 
@@ -207,7 +199,7 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     other = {"role": "user", "content": "how?"}
     longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
     items, left_out = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
-    assert items == [Pair(conversation([("user", "why?"), ("assistant", "so."), ("user", "how?")]), "so.", "no.")]
+    assert items == [Pair((("user", "why?"), ("assistant", "so."), ("user", "how?")), "so.", "no.")]
     assert left_out == ""
     assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair

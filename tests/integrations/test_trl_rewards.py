@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_kl.ops.advantages import grpo, rloo
 from rlhf_kl.plugins import load_attribute
 from rlhf_kl.rewards.trl import TRLReward
-from rlhf_kl.types import Prompt, Response
+from rlhf_kl.types import Prompts, Responses
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -73,9 +73,9 @@ def test_a_function_file_gives_the_scores_that_it_gives_in_trl(toy: Any, toy_mod
     )  # fmt: skip
     trainer = GRPOTrainer(model=toy_model, reward_funcs=function, args=args, train_dataset=Dataset.from_list(rows))
     seen, _ = a_rollout(trainer)
-    prompts = [Prompt(row["prompt"], row) for row in seen["inputs"]]
-    responses = [Response(text, ids) for text, ids in zip(seen["completions"], seen["ids"], strict=True)]
-    scores = TRLReward(function)(prompts, responses)
+    inputs = seen["inputs"]
+    prompts = Prompts([row["prompt"] for row in inputs], [[]] * len(inputs), inputs, [()] * len(inputs))
+    scores = TRLReward(function)(Responses(prompts, seen["completions"], seen["ids"]))
     theirs = seen["rewards"].squeeze(1)
     assert 0 < int(theirs.isnan().sum()) < len(theirs)
     assert torch.allclose(scores, theirs, rtol=0, atol=0, equal_nan=True)

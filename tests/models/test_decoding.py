@@ -19,7 +19,7 @@ from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.value import store_frozen
 from rlhf_kl.ppo.rollout import response_layout
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, Sampled, Sampling
+from rlhf_kl.types import Prompts, Sampled, Sampling
 
 Make = Callable[..., Any]
 EOS, PAD = 2, 0
@@ -28,13 +28,13 @@ TEXTS = ("ab", "abcdab", "d", "cccc")
 
 def sample(
     model: Any,
-    prompts: PromptBatch,
+    prompts: Prompts,
     noise: torch.Tensor,
     eos: tuple[int, ...] = (EOS,),
     temperature: float = 1.0,
     pad: int = PAD,
 ) -> Sampled:
-    return LM(model).sample(prompts, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
+    return LM(model).sample(prompts.ids, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
 
 
 # ---- one token ----
@@ -74,7 +74,7 @@ def test_a_cold_temperature_takes_the_likeliest() -> None:
 # ---- responses ----
 
 
-def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
     sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x"))
     assert 0 < int(sampled.ended.sum()) < 64  # both kinds are there
     for ids, mask, ended in zip(sampled.ids.tolist(), sampled.mask.tolist(), sampled.ended, strict=True):
@@ -86,7 +86,7 @@ def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[...
         assert ended or length == 12
 
 
-def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
     model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x")
     usual = sample(model, prompts, noise)
     same = sample(model, prompts, noise, pad=EOS)
@@ -95,13 +95,13 @@ def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: C
     assert torch.equal(same.ids, usual.ids.masked_fill(~usual.mask, EOS))
 
 
-def test_any_of_several_eos_tokens_ends_a_response(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+def test_any_of_several_eos_tokens_ends_a_response(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
     sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 4), uniforms(16, 12, 0, "x"), eos=(EOS, 5))
     lasts = {int(row[mask][-1]) for row, mask, e in zip(*sampled[:3], strict=True) if e}
     assert lasts == {EOS, 5}
 
 
-def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
     every = tuple(range(7))  # any token ends it
     sampled = sample(new_model(), prompts_of("ab", "c"), uniforms(2, 9, 0, "x"), eos=every)
     assert sampled.ids.shape == (2, 1)
@@ -109,7 +109,7 @@ def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Callable[
 
 
 def test_tokens_and_log_probs_are_those_of_each_row_alone(
-    new_model: Make, prompts_of: Callable[..., PromptBatch], own_logits: Make
+    new_model: Make, prompts_of: Callable[..., Prompts], own_logits: Make
 ) -> None:
     """By one pass of the model over the bare text: neither padding, nor neighbours, nor the cache change anything."""
     model, noise = new_model(seed=3), uniforms(32, 10, 0, "x")
@@ -118,7 +118,7 @@ def test_tokens_and_log_probs_are_those_of_each_row_alone(
     assert len(set(sampled.mask.sum(1).tolist())) > 4
     for i in range(len(prompts)):
         response = sampled.ids[i, sampled.mask[i]]
-        whole = torch.cat([prompts.ids[i, prompts.mask[i]], response])
+        whole = torch.cat([torch.tensor(prompts.ids[i]), response])
         logp = Categorical(logits=own_logits(model, whole)[-len(response) - 1 : -1] / 0.8)
         drawn = (logp.probs.cumsum(-1) <= noise[i, : len(response)].unsqueeze(1)).sum(-1)
         assert drawn.tolist() == response.tolist()
@@ -131,7 +131,7 @@ def test_tokens_and_log_probs_are_those_of_each_row_alone(
 @pytest.mark.parametrize("compact_below", [0.0, 1.0])
 def test_rows_that_are_done_leave_the_batch_and_change_no_other(
     new_model: Make,
-    prompts_of: Callable[..., PromptBatch],
+    prompts_of: Callable[..., Prompts],
     monkeypatch: pytest.MonkeyPatch,
     compact_below: float,
     test_every: int,
@@ -153,7 +153,7 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_other(
     assert len(rows) < 12 or bool((expected.mask.sum(1) == 12).any())
 
 
-def test_a_permuted_batch_is_a_permuted_result(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+def test_a_permuted_batch_is_a_permuted_result(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
     model, noise, order = new_model(), uniforms(4, 10, 0, "x"), [2, 0, 3, 1]
     straight = sample(model, prompts_of(*TEXTS), noise)
     turned = sample(model, prompts_of(*(TEXTS[i] for i in order)), noise[order])
@@ -167,22 +167,22 @@ def test_a_permuted_batch_is_a_permuted_result(new_model: Make, prompts_of: Call
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_states_that_sampling_keeps_are_those_of_a_pass(
-    new_model: Make, prompts_of: Callable[..., PromptBatch], dtype: torch.dtype
+    new_model: Make, prompts_of: Callable[..., Prompts], dtype: torch.dtype
 ) -> None:
     """In float32; in bfloat16, where they differ by rounding, none are kept."""
     lm, prompts = LM(new_model(), dtype), prompts_of(*TEXTS)
-    sampled = lm.sample(prompts, uniforms(4, 10, 0, "x"), Sampling(10, 1.0, [2], 0))
+    sampled = lm.sample(prompts.ids, uniforms(4, 10, 0, "x"), Sampling(10, 1.0, [2], 0))
     if dtype == torch.bfloat16:
         assert sampled.states is None
         return
-    layout = response_layout(prompts, sampled)
+    layout = response_layout(prompts.ids, sampled)
     with torch.no_grad():
         expected = lm.hidden(layout.pack(range(4)))
     torch.testing.assert_close(sampled.states, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_noise_decides_everything_and_the_global_stream_nothing(
-    new_model: Make, prompts_of: Callable[..., PromptBatch]
+    new_model: Make, prompts_of: Callable[..., Prompts]
 ) -> None:
     model, prompts = new_model(), prompts_of(*TEXTS)
     torch.manual_seed(1)
@@ -194,14 +194,15 @@ def test_the_noise_decides_everything_and_the_global_stream_nothing(
     assert one.ids.shape != other.ids.shape or not torch.equal(one.ids, other.ids)
 
 
-def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: Callable[..., PromptBatch]) -> None:
+def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
     """Two tokens, 4000 samples, against the enumerated probabilities of all pairs."""
     model, count = new_model(seed=1, spread=0.3), 4000
     prompts = prompts_of(*["ab"] * count)
     sampled = sample(model, prompts, uniforms(count, 2, 0, "x"), eos=(), temperature=1.3)
     with torch.no_grad():
-        first = torch.softmax(model(input_ids=prompts.ids[:1]).logits[0, -1] / 1.3, -1)
-        after = torch.cat([prompts.ids[:1].repeat(7, 1), torch.arange(7).unsqueeze(1)], 1)
+        prompt = torch.tensor(prompts.ids[:1])
+        first = torch.softmax(model(input_ids=prompt).logits[0, -1] / 1.3, -1)
+        after = torch.cat([prompt.repeat(7, 1), torch.arange(7).unsqueeze(1)], 1)
         second = torch.softmax(model(input_ids=after).logits[:, -1] / 1.3, -1)
     wanted = (first.unsqueeze(1) * second).flatten() * count
     result = torch.bincount(sampled.ids[:, 0] * 7 + sampled.ids[:, 1], minlength=49)
@@ -213,13 +214,11 @@ def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: 
 def test_a_prompt_may_hold_the_pad_and_eos_tokens(new_model: Make) -> None:
     """Masks never look at ids."""
     model = new_model()
-    ids = torch.tensor([[1, 0, 2, 4]])
-    prompts = PromptBatch(["?"], ids, torch.ones_like(ids, dtype=torch.bool))
-    wider = PromptBatch(
-        ["?"], torch.tensor([[5, 5, 1, 0, 2, 4]]), torch.tensor([[False, False, True, True, True, True]])
-    )
-    noise = uniforms(1, 6, 0, "x")
-    assert torch.equal(sample(model, prompts, noise).ids, sample(model, wider, noise).ids)
+    special, longer = [1, 0, 2, 4], [1, 3, 4, 5, 6, 3]
+    noise, sampling = uniforms(2, 6, 0, "x"), Sampling(6, 1.0, [EOS], PAD)
+    alone = LM(model).sample([special], noise[:1], sampling)
+    padded = LM(model).sample([special, longer], noise, sampling)
+    assert padded.rows()[0] == alone.rows()[0]
 
 
 # ---- what a step costs
@@ -249,7 +248,7 @@ class Kernels(TorchDispatchMode):
 
 def step_of(lm: LM) -> Counter[str]:
     """Of one step of the sampler, for two rows, between two tests for finished ones."""
-    prompts = PromptBatch(["x", "x"], torch.arange(40).view(2, 20), torch.ones(2, 20, dtype=torch.bool))
+    prompts = torch.arange(40).view(2, 20).tolist()
     with Kernels({p.data_ptr() for p in lm.parameters()}) as kernels:
         lm.sample(prompts, uniforms(2, 4, 0, "x"), Sampling(4, 1.0, [99], 0))
     *_, start, end = (place for place, name in enumerate(kernels.seen) if name == "searchsorted")
@@ -276,7 +275,7 @@ def test_a_step_in_bfloat16_casts_no_weight_and_reads_nothing(kind: str, monkeyp
 
 def test_a_rollout_reads_from_the_device_only_to_test_for_finished_rows(
     new_model: Make,
-    prompts_of: Callable[..., PromptBatch],
+    prompts_of: Callable[..., Prompts],
     reads_of: Callable[..., list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -286,7 +285,7 @@ def test_a_rollout_reads_from_the_device_only_to_test_for_finished_rows(
 
     def reads(limit: int) -> int:
         sampling, noise = Sampling(limit, 1.0, [99], PAD), uniforms(len(TEXTS), limit, 0, "x")
-        return len(reads_of(lambda: LM(model, torch.bfloat16).sample(prompts, noise, sampling)))
+        return len(reads_of(lambda: LM(model, torch.bfloat16).sample(prompts.ids, noise, sampling)))
 
     assert [reads(limit) - reads(1) for limit in (7, 8, 15, 17)] == [0, 1, 1, 2]
 

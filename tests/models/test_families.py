@@ -21,13 +21,13 @@ from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
-from rlhf_kl.models.text import encode, pad
+from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.models.value import freeze, store_frozen
 from rlhf_kl.ops import packing
 from rlhf_kl.ops.packing import Layout, Packed, text_layout
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, Sampling
+from rlhf_kl.types import Sampling
 
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
 GATED = {**WIDE, "intermediate_size": 24, "num_key_value_heads": 1}
@@ -106,11 +106,6 @@ def read(lm: LM, row: tuple[int, ...] = (1, 3, 4, 5, 6)) -> torch.Tensor:
     return result
 
 
-def batch_of(letters: Any, texts: list[str]) -> PromptBatch:
-    ids, mask = pad([encode(letters, text) for text in texts], letters.pad_token_id, left=True)
-    return PromptBatch(texts, ids, mask)
-
-
 def test_sampling_and_passes_agree_with_its_own_float64_logits(
     folder: Path, letters: Any, own_logits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,16 +114,17 @@ def test_sampling_and_passes_agree_with_its_own_float64_logits(
     Each prompt has two responses, and a row that has finished leaves the batch.
     """
     monkeypatch.setattr(decoding, "COMPACT_BELOW", 1.0)
-    lm, prompts = LM(load_causal_lm(str(folder))), batch_of(letters, TEXTS * 2)
+    lm, prompts = LM(load_causal_lm(str(folder))), encode_all(letters, TEXTS * 2)
     noise = uniforms(6, 8, 0, "noise")
     sampled = lm.sample(prompts, noise, Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2, 5], pad_id=0))
-    ids, lengths = torch.cat([prompts.ids, sampled.ids], 1), sampled.mask.sum(1)
+    padded, _ = pad(prompts, 0, left=True)
+    ids, lengths = torch.cat([padded, sampled.ids], 1), sampled.mask.sum(1)
     assert lengths.min() < lengths.max()
-    layout = Layout(ids, prompts.ids.shape[1], prompts.mask.sum(1), lengths)
+    layout = Layout(ids, padded.shape[1], torch.tensor(list(map(len, prompts))), lengths)
     with torch.no_grad():
         passed = lm.head().logits(lm(layout.pack(range(6)))).split(lengths.tolist())
     for i, length in enumerate(lengths.tolist()):
-        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :length]])
+        row = torch.cat([torch.tensor(prompts[i]), sampled.ids[i, :length]])
         own = own_logits(lm.model, row)[-length - 1 : -1]
         torch.testing.assert_close(passed[i].double(), own, rtol=1e-4, atol=1e-4)
         tokens, logprobs = pick_tokens(own, noise[i, :length], 0.9)
@@ -183,14 +179,13 @@ def test_its_reward_model_scores_the_last_token_and_is_saved_as_it_is(
     model = classifier_from_lm(load_causal_lm(str(folder)), letters)
     initialise_head(model.score, 0)
     reward = RewardModel(model, letters)
-    together = reward(TEXTS, ["a", "cd", ""]).tolist()
-    alone = [float(reward([text], [response])) for text, response in zip(TEXTS, ["a", "cd", ""], strict=True)]
+    together = reward.score(TEXTS, ["a", "cd", ""]).tolist()
+    alone = [float(reward.score([text], [response])) for text, response in zip(TEXTS, ["a", "cd", ""], strict=True)]
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-4)
     assert len({round(score, 3) for score in together}) == 3
     save_model(model, letters, tmp_path)
-    assert RewardModel(load_reward_model(str(tmp_path)), letters)(TEXTS, ["a", "cd", ""]).tolist() == pytest.approx(
-        together, abs=1e-6
-    )
+    again = RewardModel(load_reward_model(str(tmp_path)), letters)
+    assert again.score(TEXTS, ["a", "cd", ""]).tolist() == pytest.approx(together, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", WITHOUT_CLASSIFIER)
@@ -230,10 +225,9 @@ def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any,
         [sys.executable, "-c", PLAIN_TRANSFORMERS, *models], capture_output=True, text=True, check=True, timeout=240
     )
     result = json.loads(outcome.stdout.splitlines()[-1])
-    prompt = PromptBatch(["abc"], torch.tensor([[1, 3, 4, 5]]), torch.ones(1, 4, dtype=torch.bool))
     sampling = Sampling(max_new_tokens=8, temperature=1e-6, eos_ids=[2], pad_id=0)  # all but greedy
     for folder, model in models.items():
-        sampled = LM(model).sample(prompt, torch.full((1, 8), 0.5), sampling)
+        sampled = LM(model).sample([[1, 3, 4, 5]], torch.full((1, 8), 0.5), sampling)
         ids = sampled.ids[0][sampled.mask[0]].tolist()
         assert result[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
 
@@ -255,7 +249,7 @@ def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any
     for folder in (source, other):
         model = classifier_from_lm(load_causal_lm(str(folder)), letters)
         initialise_head(model.score, 0)
-        scores.append(RewardModel(model, letters)(TEXTS, ["", "a", "b"]).tolist())
+        scores.append(RewardModel(model, letters).score(TEXTS, ["", "a", "b"]).tolist())
     assert scores[0] == scores[1]
 
 
@@ -357,7 +351,7 @@ def test_what_all_prompts_begin_with_is_read_once(folder: Path, monkeypatch: pyt
         ids[row, width - length : width + response] = torch.arange(length + response) % 4 + 3
         ids[row, width - 1] = 3 + row
     batch = Layout(ids, width, lengths, responses)
-    prompts = PromptBatch(["x"] * 4, ids[:, :width], torch.arange(width) >= (width - lengths).unsqueeze(1))
+    prompts = [row[width - length : width].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
     noise, sampling = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)), Sampling(5, 1.0, [2], 0)
     states, gradient = states_and_gradient(lm, [batch.pack(range(4))])
     sampled = lm.sample(prompts, noise, sampling)
@@ -398,7 +392,7 @@ def test_bfloat16_with_fewer_casts_gives_the_same_bits(folders: Folders, letters
                 store_frozen(model, torch.bfloat16)
                 assert (torch.bfloat16 in {p.dtype for p in model.parameters()}) == (kind != "trained")
             lm = LM(model, torch.bfloat16)
-            drawn = lm.sample(batch_of(letters, TEXTS * 2), noise, sampling)
+            drawn = lm.sample(encode_all(letters, TEXTS * 2), noise, sampling)
             logits = lm.head().logits(lm(text_layout([(1, 3, 4, 5, 6)], [1], torch.device("cpu")).pack([0])))
             if kind != "frozen":
                 logits.square().mean().backward()

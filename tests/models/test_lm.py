@@ -163,7 +163,7 @@ def test_sampling_keeps_its_cache(new_model: Any, prompts_of: Any) -> None:
         lm.model.transformer.register_forward_pre_hook(
             lambda _, __, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-        drawn.append(lm.sample(prompts, noise, Sampling(6, 1.0, [], 0)))
+        drawn.append(lm.sample(prompts.ids, noise, Sampling(6, 1.0, [], 0)))
     assert torch.equal(drawn[0].ids, drawn[1].ids)
     assert read == [3, 1, 1, 1, 1, 1] * 2
 

@@ -11,7 +11,7 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, Sampling
+from rlhf_kl.types import Prompts, Sampling
 
 Make = Callable[..., Any]
 SAMPLING = Sampling(8, 0.9, [2], 0)
@@ -38,7 +38,7 @@ def move(policy: Any, seed: int) -> None:
 
 
 def test_switched_off_it_is_the_start_bit_for_bit(
-    pair: tuple[LM, AdapterReference, LM], prompts_of: Callable[..., PromptBatch]
+    pair: tuple[LM, AdapterReference, LM], prompts_of: Callable[..., Prompts]
 ) -> None:
     """What it samples, its states, and its logits at them; and the policy is what it was afterwards."""
     policy, reference, start = pair
@@ -50,7 +50,7 @@ def test_switched_off_it_is_the_start_bit_for_bit(
         assert float((hidden - before).abs().max()) > 1e-2
         assert torch.equal(reference.hidden(rows), hidden)
         assert torch.equal(reference.head().logits(hidden), start.head().logits(hidden))
-        one, other = (lm.sample(prompts, noise, SAMPLING) for lm in (reference, start))
+        one, other = (lm.sample(prompts.ids, noise, SAMPLING) for lm in (reference, start))
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b)
         assert torch.equal(policy.hidden(rows), before)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import RoundedHead, decoding_head, has_rounding_products
 from rlhf_kl.models.value import ActorCritic, frozen_lm
@@ -19,13 +20,13 @@ from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ppo.checks import check_start, padding_gap
 from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_loss
-from rlhf_kl.ppo.rollout import Assessor, exact_kl_now, measure, respond, response_layout
+from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, response_layout, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
+from rlhf_kl.types import Prompts, RolloutBatch, Sampling
 
 Make = Callable[..., Any]
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -54,13 +55,14 @@ def shifted(new_model: Make) -> Make:
     return make
 
 
-def assessed(policy: LM, reference: LM, prompts: PromptBatch, letters: Any) -> Any:
+def assessed(policy: LM, reference: LM, prompts: Prompts, letters: Any) -> Any:
     """A rollout, and the reference's states that belong to it."""
     states = ReferenceStates(reference)
     scorers = Scorers(Scorer("reward", PluginReward(lambda p, r: [float(len(x)) for x in r])))
-    assess = Assessor(ActorCritic(policy), states, None, scorers, ScoreShaping(), 0.8)
-    responses = respond(policy, prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING, letters)
-    return responses.sampled, assess(responses), states
+    stream = PromptStream(prompts, len(prompts), 0)
+    rollouts = Rollouts(ActorCritic(policy), states, scorers, ScoreShaping(), stream, SAMPLING, letters)
+    responses, sampled = sample(policy, prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING, letters)
+    return sampled, rollouts.assess(responses, sampled), states
 
 
 def in_float64(lm: LM, rollout: RolloutBatch, rounded: torch.dtype = torch.float64) -> Tensor:
@@ -72,7 +74,7 @@ def in_float64(lm: LM, rollout: RolloutBatch, rounded: torch.dtype = torch.float
 
 @pytest.mark.parametrize("shift", [-70.0, 40.0])
 def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
-    shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any, shift: float
+    shifted: Make, prompts_of: Callable[..., Prompts], letters: Any, shift: float
 ) -> None:
     """Of the sampler, of the scoring pass and of a training pass."""
     lm = LM(shifted(shift), BF16)
@@ -92,7 +94,7 @@ def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
 
 
 def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
-    shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any
+    shifted: Make, prompts_of: Callable[..., Prompts], letters: Any
 ) -> None:
     policy = LM(shifted(-70.0, moved=0.1), BF16)
     reference = frozen_lm(shifted(-70.0), BF16, CPU)
@@ -112,7 +114,7 @@ def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
 
 @pytest.mark.parametrize("shift", [0.0, -70.0, -100.0])
 def test_sampler_scoring_and_training_agree_in_float32(
-    shifted: Make, prompts_of: Callable[..., PromptBatch], letters: Any, shift: float
+    shifted: Make, prompts_of: Callable[..., Prompts], letters: Any, shift: float
 ) -> None:
     lm = LM(shifted(shift))
     reference = frozen_lm(copy.deepcopy(lm.model), torch.float32, CPU)
@@ -133,11 +135,11 @@ def test_sampler_scoring_and_training_agree_in_float32(
 # ---- the padding check ----
 
 
-def start(policy: Any, prompts: PromptBatch, dtype: torch.dtype) -> list[str]:
+def start(policy: Any, prompts: Prompts, dtype: torch.dtype) -> list[str]:
     """The checks of a run that starts from `policy`."""
     lm, reference = LM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)
-    sampled = lm.sample(prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING)
-    stats = measure(ActorCritic(lm), ReferenceStates(reference), response_layout(prompts, sampled), 0.8)
+    sampled = lm.sample(prompts.ids, uniforms(len(prompts), 8, 0, "x"), SAMPLING)
+    stats = measure(ActorCritic(lm), ReferenceStates(reference), response_layout(prompts.ids, sampled), 0.8)
     float32 = dtype == torch.float32
     return check_start(lm, reference, sampled, stats, reference_is_initial_policy=True, float32=float32)
 
@@ -145,14 +147,14 @@ def start(policy: Any, prompts: PromptBatch, dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("shift", [-100.0, 60.0])
 def test_a_shift_passes_the_padding_check(
-    shifted: Make, prompts_of: Callable[..., PromptBatch], shift: float, dtype: torch.dtype
+    shifted: Make, prompts_of: Callable[..., Prompts], shift: float, dtype: torch.dtype
 ) -> None:
     results = start(shifted(shift), prompts_of(*TEXTS), dtype)
     assert any("padded against unpadded" in line for line in results)
 
 
-def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: Callable[..., PromptBatch]) -> None:
-    sampled = LM(shifted(0.0)).sample(prompts_of(*TEXTS), uniforms(len(TEXTS), 8, 0, "x"), SAMPLING)
+def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: Callable[..., Prompts]) -> None:
+    sampled = LM(shifted(0.0)).sample(prompts_of(*TEXTS).ids, uniforms(len(TEXTS), 8, 0, "x"), SAMPLING)
     other = sampled.logprobs.clone()
     other[1, 0] += 0.25
     other[~sampled.mask] = 9.0

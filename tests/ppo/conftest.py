@@ -30,7 +30,7 @@ def count_a(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
 
 
 @pytest.fixture
-def make_trainer(new_model: Make, letters: Any) -> Make:
+def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     """`make_trainer(ppo={...}, kl={...}, ...)`: a PPO trainer of a seven-letter model, nothing on disk.
 
     `policy`, `reference` and `trunk` (of a separate value function) are models of transformers, `critic` a
@@ -42,7 +42,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
     from rlhf_kl.models.lm import LM, Trunk
     from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
     from rlhf_kl.optim import adamw
-    from rlhf_kl.ppo.rollout import Assessor, Rollouts, Sampler
+    from rlhf_kl.ppo.rollout import Rollouts
     from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
     from rlhf_kl.ppo.step import PPOTrainer
     from rlhf_kl.rewards.plugin import PluginReward
@@ -78,7 +78,9 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
             model = ActorCritic(lm, critic=critic) if critic is not None else ActorCritic(lm, HeadValue(size))
         states = ReferenceStates(other)
         features = StateFeatures(critic) if critic is not None else None
-        prompts = PromptStream(["a", "ab", "cd", "dcba", "bbb"], letters, config.rollout.batch_size, 0)
+        scorers, size = Scorers(Scorer("reward", PluginReward(reward))), config.rollout.batch_size
+        group = config.rollout.samples_per_prompt
+        prompts = PromptStream(prompts_of("a", "ab", "cd", "dcba", "bbb"), size, config.run.seed, group)
         sampling = Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0)
         shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
         own = adamw(
@@ -93,18 +95,7 @@ def make_trainer(new_model: Make, letters: Any) -> Make:
             config,
             model,
             optimizer(model.modules) if optimizer else own,
-            Rollouts(
-                Sampler(lm, prompts, letters, sampling, config.run.seed),
-                Assessor(
-                    model,
-                    states,
-                    features,
-                    Scorers(Scorer("reward", PluginReward(reward))),
-                    shaping,
-                    config.rollout.temperature,
-                    config.rollout.samples_per_prompt,
-                ),
-            ),
+            Rollouts(model, states, scorers, shaping, prompts, sampling, letters, features=features),
             states,
             controller or configured_controller(config, 0.05),
             features,

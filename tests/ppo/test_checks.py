@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture
-def check(letters: Any) -> Callable[..., list[str]]:
+def check(prompts_of: Make) -> Callable[..., list[str]]:
     """The checks on a policy and a reference, of samples drawn from the policy."""
 
     def check(
@@ -33,7 +33,7 @@ def check(letters: Any) -> Callable[..., list[str]]:
         dtype: torch.dtype = torch.float32,
         texts: Sequence[str] = ("a", "abcdab", "dd", "cab"),
     ) -> list[str]:
-        prompts, own = checked_prompts(PromptStream(texts, letters, 4, 0)), lm(policy, dtype)
+        prompts, own = checked_prompts(PromptStream(prompts_of(*texts), 4, 0)), lm(policy, dtype)
         other = lm(reference if share else freeze(reference), dtype)
         sampled = own.sample(prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
         plain = ReferenceStates(other, share=False)

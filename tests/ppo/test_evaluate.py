@@ -23,11 +23,11 @@ from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_sums, windows
 from rlhf_kl.models.text import decode_responses, encode
 from rlhf_kl.ppo.evaluate import Samples, distinct_2, errors_of, figures_of, policy_samples, standard_error, token_rows
-from rlhf_kl.ppo.rollout import respond
+from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, Sampling
+from rlhf_kl.types import Prompts, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ["abcd", "a", "ddddcccc", "badc" * 6]
@@ -38,7 +38,7 @@ def perplexity(*arguments: Any, **options: Any) -> Perplexity:
 
 
 def policy_figures(
-    policy: LM, reference: LM, prompts: PromptBatch, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
+    policy: LM, reference: LM, prompts: Prompts, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
 ) -> Any:
     every = range(len(prompts))
     samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)
@@ -141,7 +141,7 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
 
 
 def test_smaller_passes_change_no_figure(
-    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], smaller_passes: Callable[[], list[int]]
+    new_model: Make, letters: Any, prompts_of: Callable[..., Prompts], smaller_passes: Callable[[], list[int]]
 ) -> None:
     policy, reference = (LM(new_model(seed)) for seed in (0, 1))
     prompts = prompts_of(*(x + y for x in "abcd" for y in "abcd"))
@@ -239,7 +239,7 @@ WITH_GOLD = Scorers(Scorer("reward", PluginReward(lengths)), Scorer("gold", Plug
 
 
 @pytest.fixture
-def figures(new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch]) -> Make:
+def figures(new_model: Make, letters: Any, prompts_of: Callable[..., Prompts]) -> Make:
     """`figures(reference=..., batch_size=...)` of one policy on twelve prompts."""
 
     def make(policy: LM, reference: LM, seed: int = 0, **arguments: Any) -> Any:
@@ -250,17 +250,17 @@ def figures(new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch
 
 
 def test_figures_of_a_policy(
-    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], figures: Make, own_logits: Make
+    new_model: Make, letters: Any, prompts_of: Callable[..., Prompts], figures: Make, own_logits: Make
 ) -> None:
     """Against each response of the same noise by itself, in float64."""
     policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
     result = figures(policy, reference, scorers=WITH_GOLD)
     prompts = prompts_of(*["ab", "c", "dabc"] * 4)
-    sampled = policy.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
-    texts, tokens = decode_responses(letters, sampled.ids, sampled.mask, [2]), sampled.mask.sum(1).tolist()
+    sampled = policy.sample(prompts.ids, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
+    texts, tokens = decode_responses(letters, sampled.rows(), [2]), sampled.mask.sum(1).tolist()
     kl = 0.0
     for i, count in enumerate(tokens):
-        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])
+        row = torch.cat([torch.tensor(prompts.ids[i]), sampled.ids[i, :count]])
         pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (policy, reference))
         kl += float(kl_divergence(*pair).sum())
     assert result.kl_sequence == pytest.approx(kl / 12, rel=1e-4)
@@ -273,7 +273,7 @@ def test_figures_of_a_policy(
 
 
 def test_the_samples_of_the_reference_are_drawn_once(
-    new_model: Make, letters: Any, prompts_of: Callable[..., PromptBatch], monkeypatch: pytest.MonkeyPatch
+    new_model: Make, letters: Any, prompts_of: Callable[..., Prompts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second evaluation has another policy, and the forward KL of that policy."""
     first, second, reference = (LM(new_model(seed=seed)) for seed in (3, 4, 2))
@@ -282,23 +282,23 @@ def test_the_samples_of_the_reference_are_drawn_once(
     def counted(*arguments: Any) -> Any:
         nonlocal count
         count += arguments[0] is reference
-        return respond(*arguments)
+        return sample(*arguments)
 
-    monkeypatch.setattr("rlhf_kl.ppo.evaluate.respond", counted)
+    monkeypatch.setattr("rlhf_kl.ppo.evaluate.sample", counted)
     for policy in (first, second):
         rest = (prompts, range(12), 0, Sampling(6, 1.0, [2], 0), letters)
         kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
         assert kept == policy_samples(policy, reference, *rest, batch_size=5)
-    assert all(responses.sampled.states is None for responses in drawn.values())
+    assert all(sampled.states is None for _, sampled in drawn.values())
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
 
-def forward_kl(policy: LM, reference: LM, prompts: PromptBatch, own_logits: Make) -> float:
+def forward_kl(policy: LM, reference: LM, prompts: Prompts, own_logits: Make) -> float:
     """KL of the reference to the policy, per token of the reference's own samples."""
-    sampled = reference.sample(prompts, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
+    sampled = reference.sample(prompts.ids, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
     tokens, kl = sampled.mask.sum(1).tolist(), 0.0
     for i, count in enumerate(tokens):
-        row = torch.cat([prompts.ids[i, prompts.mask[i]], sampled.ids[i, :count]])
+        row = torch.cat([torch.tensor(prompts.ids[i]), sampled.ids[i, :count]])
         pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (reference, policy))
         kl += float(kl_divergence(*pair).sum())
     return kl / sum(tokens)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.ppo.objectives import Tokens, ppo_targets
-from rlhf_kl.ppo.rollout import Responses
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.types import PromptBatch, RolloutBatch, Sampled
+from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled
 
 Make = Callable[..., Any]
 BETA, TEMPERATURE, EOS = 0.7, 0.8, 2
@@ -74,8 +73,9 @@ class Case:
             ppo={"lam": 1.0, "gamma": 1.0, "vf_coef": 0.0} | ppo,
             kl=kl,
         )
-        prompts = PromptBatch(["ab"] * rows, torch.tensor([PROMPT] * rows), torch.ones(rows, 3).bool())
-        self.rollout: RolloutBatch = self.trainer.rollouts.assess(Responses(prompts, self.sampled, ["a"] * rows))
+        prompts = Prompts(["ab"] * rows, [PROMPT] * rows, [{}] * rows, [()] * rows)
+        responses = Responses(prompts, ["a"] * rows, self.sampled.rows())
+        self.rollout: RolloutBatch = self.trainer.rollouts.assess(responses, self.sampled)
 
     def gradient(self, total: Tensor) -> Tensor:
         parameters = list(self.policy.parameters())

@@ -11,8 +11,8 @@ import torch
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.logprobs import compare_distributions
 from rlhf_kl.ops.masked import mean_of_groups
-from rlhf_kl.ppo.metrics import failed_row, rollout_metrics, sampling_gap, update_row
-from rlhf_kl.ppo.rollout import NonFiniteRollout
+from rlhf_kl.ppo.metrics import rollout_metrics, sampling_gap, update_row
+from rlhf_kl.ppo.step import Update
 from rlhf_kl.types import RolloutBatch
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -37,6 +37,7 @@ BATCH = RolloutBatch(
     responses=["c", "d"],
     penalties={"missing_eos": torch.tensor([0.0, 1.0])},
 )
+OF_ROLLOUTS = ("policy/entropy", "policy/logprob_gap", "policy/logprob_gap_stderr")
 
 
 def config(target: float = 0.1, unit: str = "token") -> TrainConfig:
@@ -154,12 +155,13 @@ def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: 
     trainer = make_trainer()
     update = trainer.update(1)
     row = update_row(update, trainer.config)
-    failed = failed_row(NonFiniteRollout("a score", update.rollout), 0.3, trainer.config)
-    assert failed.keys() == row.keys()
-    unknown = {key for key, value in failed.items() if isinstance(value, float) and math.isnan(value)}
-    assert unknown == {*update.stats.row, "kl/after_update"}
-    assert (failed["kl/coef"], failed["kl/coef_next"], failed["kl/backtrack_factor"]) == (0.3, 0.3, 1.0)
-    assert failed["kl/token"] == row["kl/token"]
+    left_out = update_row(Update(update.rollout, 0.3, 0.3, math.nan), trainer.config)
+    assert left_out.keys() == row.keys()
+    unknown = {key for key, value in left_out.items() if isinstance(value, float) and math.isnan(value)}
+    of_steps = {key for key in row if key.startswith(("policy/", "value/")) and key not in OF_ROLLOUTS}
+    assert unknown == {*of_steps, "kl/after_update"} - {"policy/epochs"}
+    assert (left_out["kl/coef"], left_out["kl/coef_next"], left_out["kl/backtrack_factor"]) == (0.3, 0.3, 1.0)
+    assert left_out["kl/token"] == row["kl/token"]
 
 
 # ---- a sampler that differs from what is computed ----

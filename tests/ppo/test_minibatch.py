@@ -101,8 +101,8 @@ def test_every_epoch_and_update_has_minibatches_and_noise_of_its_own(make_traine
         assert sorted(rows.tolist()) == list(range(16))  # each row once an epoch
     assert not torch.equal(first[:2], first[2:])
     assert not torch.equal(first, second)
-    trainer.rollouts.sample.prompts = PromptStream(["a"], trainer.rollouts.sample.tokenizer, 16, 0)
-    one, other = (trainer.rollouts.sample(step).texts for step in (1, 2))
+    trainer.rollouts.prompts = PromptStream(trainer.rollouts.prompts.table.pick([0]), 16, 0)
+    one, other = (trainer.rollouts.sample(step)[0].texts for step in (1, 2))
     assert one != other
 
 

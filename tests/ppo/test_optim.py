@@ -117,7 +117,7 @@ def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make, new_
     kl = {"target": 1e-7, "ceiling": {"value": 2e-7, "action": "backtrack"}}  # beta is constant
     trainer = with_critic(make_trainer, new_model, kl=kl, ppo={"learning_rate": 0.1})
     value = weights(trainer.model.critic)
-    assert trainer.update(1).ceiling.factor < 0.1
+    assert trainer.update(1).move.factor < 0.1
     free = with_critic(make_trainer, new_model, ppo={"learning_rate": 0.1})
     free.update(1)
     assert torch.equal(weights(trainer.model.critic), weights(free.model.critic))

@@ -22,11 +22,10 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import Responses
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
-from rlhf_kl.types import PromptBatch, Sampled, Sampling
+from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
 
 PROMPTS = ["a", "bc", "dddd", "ab", "cd"]
 
@@ -68,8 +67,10 @@ def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int)
     assert len(sizes) == min(prompts, max(samples // 8, min(60, samples // 2)))
 
 
-def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Callable[..., Any], letters: Any) -> None:
-    lm, groups = LM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4]
+def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(
+    new_model: Callable[..., Any], letters: Any, prompts_of: Callable[..., Prompts]
+) -> None:
+    lm, groups, table = LM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4], prompts_of(*PROMPTS)
     sizes: list[int] = []
 
     def count(prompts: list[str], responses: list[str]) -> list[float]:
@@ -77,7 +78,7 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Ca
         return [float(len(prompt)) for prompt in prompts]
 
     def drawn() -> Any:
-        stream = PromptStream(PROMPTS, letters, 3, 0)
+        stream = PromptStream(table, 3, 0)
         return reference_responses(lm, stream, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
 
     def with_gold(gold: Any) -> Scorers:
@@ -86,11 +87,11 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(new_model: Ca
     samples = score_samples(drawn(), groups, with_gold(lambda p, r: [float(len(x)) for x in r]))
     assert sizes == [3, 3, 1]
     assert samples.scores.tolist() == [4.0] * 3 + [1.0] * 3 + [2.0]
-    texts = [text for batch in drawn() for text in batch.texts]
+    texts = [text for responses, _ in drawn() for text in responses.texts]
     assert samples.gold.tolist() == [len(text) for text in texts]
-    assert samples.traits.lengths.tolist() == [n for batch in drawn() for n in batch.sampled.mask.sum(1).tolist()]
-    whole = PromptStream(PROMPTS, letters, 7, 0)
-    [once] = reference_responses(lm, whole, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
+    assert samples.traits.lengths.tolist() == [len(row) for responses, _ in drawn() for row in responses.ids]
+    whole = PromptStream(table, 7, 0)
+    [(once, _)] = reference_responses(lm, whole, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
     assert once.texts == texts  # noise belongs to a response, not to its place in a batch
     assert len(set(texts[:3])) > 1
     assert score_samples(drawn(), groups, with_gold(count).trained).gold.isnan().all()
@@ -145,12 +146,13 @@ def test_the_error_of_the_mean_is_that_of_its_prompts() -> None:
 def test_a_reference_sample_keeps_its_prompt_where_another_has_no_score() -> None:
     ids, mask = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2, dtype=torch.bool)
     sampled = Sampled(ids, mask, mask[:, 0], torch.zeros(3, 2))
-    responses = Responses(PromptBatch(["a", "b", "c"], ids, mask), sampled, ["x", "y", "z"])
+    prompts = Prompts(["a", "b", "c"], sampled.rows(), [{}] * 3, [()] * 3)
+    responses = Responses(prompts, ["x", "y", "z"], sampled.rows())
 
     def scorers(*_: Any) -> Any:
         return {"reward": torch.tensor([1.0, math.nan, 3.0])}, []
 
-    assert score_samples(iter([responses]), [7, 8, 9], scorers).groups == [7, 9]  # type: ignore[arg-type]
+    assert score_samples(iter([(responses, sampled)]), [7, 8, 9], scorers).groups == [7, 9]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("prompts", "samples", "count"), [(200, 480, 4), (1000, 1024, 4), (5, 480, 4), (200, 128, 1)])

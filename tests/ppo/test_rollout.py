@@ -8,26 +8,25 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ppo import states as reference_module
 from rlhf_kl.ppo.rollout import (
-    Assessor,
-    Responses,
-    Sampler,
+    Rollouts,
     TokenStats,
     exact_kl_now,
     measure,
-    respond,
     response_layout,
+    sample,
 )
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, RolloutBatch, Sampling
+from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
@@ -39,23 +38,28 @@ class Setup(NamedTuple):
     model: ActorCritic
     reference: ReferenceStates
     responses: Responses
+    sampled: Sampled
+    prompts: PromptStream
+    tokenizer: Any
 
     def measure(self) -> TokenStats:
-        return measure(self.model, self.reference, response_layout(*self.responses[:2]), 0.8)
+        return measure(self.model, self.reference, response_layout(self.responses.prompts.ids, self.sampled), 0.8)
 
     def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
         shaping = shaping or ScoreShaping()
         scorers = reward if isinstance(reward, Scorers) else Scorers(Scorer("reward", PluginReward(reward)))
-        return Assessor(self.model, self.reference, None, scorers, shaping, 0.8)(self.responses)
+        rollouts = Rollouts(self.model, self.reference, scorers, shaping, self.prompts, SAMPLING, self.tokenizer)
+        return rollouts.assess(self.responses, self.sampled)
 
 
 @pytest.fixture
-def setup(new_model: Make, prompts_of: Callable[..., PromptBatch], letters: Any) -> Setup:
+def setup(new_model: Make, prompts_of: Callable[..., Prompts], letters: Any) -> Setup:
     policy, value = LM(new_model(seed=3)), HeadValue(16)
     torch.nn.init.ones_(value.head.weight)
     reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
-    responses = respond(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x"), SAMPLING, letters)
-    return Setup(ActorCritic(policy, value), reference, responses)
+    responses = sample(policy, prompts_of(*TEXTS), uniforms(len(TEXTS), 12, 0, "x"), SAMPLING, letters)
+    stream = PromptStream(prompts_of(*TEXTS), 6, 0)
+    return Setup(ActorCritic(policy, value), reference, *responses, stream, letters)
 
 
 def lengths(prompts: Any, responses: Any) -> list[float]:
@@ -67,10 +71,10 @@ def lengths(prompts: Any, responses: Any) -> list[float]:
 
 def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
     """By one pass of either model over the bare text, in float64."""
-    stats, (prompts, sampled, _) = setup.measure(), setup.responses
+    stats, prompts, sampled = setup.measure(), setup.responses.prompts, setup.sampled
     for row, live in enumerate(sampled.mask):
         ids = sampled.ids[row, live]
-        whole = torch.cat([prompts.ids[row, prompts.mask[row]], ids])
+        whole = torch.cat([torch.tensor(prompts.ids[row]), ids])
         own = [own_logits(lm.model, whole)[-len(ids) - 1 : -1] / 0.8 for lm in (setup.model.policy, setup.reference.lm)]
         policy, reference = (Categorical(logits=logits) for logits in own)
         torch.testing.assert_close(stats.logprobs[row, live].double(), policy.log_prob(ids), **CLOSE)
@@ -83,7 +87,7 @@ def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
 
 
 def test_padding_is_zero_everywhere(setup: Setup) -> None:
-    mask = setup.responses.sampled.mask
+    mask = setup.sampled.mask
     assert not mask.all()
     for tensor in setup.measure():
         assert (tensor[~mask] == 0).all()
@@ -111,12 +115,14 @@ def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make)
 
 
 def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
-    prompts, sampled, texts = setup.responses
+    (prompts, texts, _), sampled = setup.responses, setup.sampled
     one = PluginReward(lambda p, r: [1.0] * len(r))
     reward = Scorers(Scorer("terms.x", PluginReward(lengths), 2.0), Scorer("terms.y", one), Scorer("gold", one, 0.0))
     rollout = setup.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
-    assert torch.equal(rollout.input_ids, torch.cat([prompts.ids, sampled.ids], 1))
-    assert torch.equal(torch.cat([rollout.prompt_mask, rollout.mask], 1), torch.cat([prompts.mask, sampled.mask], 1))
+    assert torch.equal(rollout.response_ids, sampled.ids)
+    assert torch.equal(rollout.mask, sampled.mask)
+    for ids, mask, prompt in zip(rollout.prompt_ids, rollout.prompt_mask, prompts.ids, strict=True):
+        assert ids[-len(prompt) :].tolist() == ids[mask].tolist() == prompt
     assert torch.equal(rollout.ended, sampled.ended)
     assert (rollout.prompts, rollout.responses) == (list(TEXTS), texts)
     assert rollout.scores["reward"].tolist() == [2.0 * len(text) + 1.0 for text in texts]
@@ -133,20 +139,35 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
 # ---- the sampler ----
 
 
+Sample = Callable[[int], tuple[Responses, Sampled]]
+
+
 @pytest.fixture
-def sampler(new_model: Make, letters: Any) -> Callable[..., Sampler]:
-    def make(seed: int = 0, rows: range | None = None) -> Sampler:
-        stream = PromptStream(TEXTS, letters, 6, seed)
-        return Sampler(LM(new_model(seed=3)), stream, letters, SAMPLING, seed, rows)
+def sampler(setup: Setup, letters: Any) -> Callable[..., Sample]:
+    def make(seed: int = 0, ranks: Ranks | None = None) -> Sample:
+        stream = PromptStream(setup.prompts.table, 6, seed)
+        parts = setup.model, setup.reference, Scorers(), ScoreShaping()
+        return Rollouts(*parts, stream, SAMPLING, letters, ranks=ranks).sample
 
     return make
 
 
-def drawn(responses: Responses) -> list[tuple[str, str]]:
+class Part(Ranks):
+    """A process with some rows of its own."""
+
+    def __init__(self, rows: range) -> None:
+        self.rows = rows
+
+    def mine(self, rows: Any) -> Any:
+        return rows[self.rows.start : self.rows.stop]
+
+
+def drawn(sampled: tuple[Responses, Sampled]) -> list[tuple[str, str]]:
+    responses, _ = sampled
     return list(zip(responses.prompts.texts, responses.texts, strict=True))
 
 
-def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sampler]) -> None:
+def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sample]) -> None:
     first = sampler()
     whole = [drawn(first(step)) for step in (1, 2, 3)]
     assert drawn(sampler()(3)) == whole[2]
@@ -154,9 +175,9 @@ def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sam
     assert drawn(sampler(seed=1)(1)) != whole[0]
 
 
-def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Sampler]) -> None:
+def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Sample]) -> None:
     whole = drawn(sampler()(2))
-    assert drawn(sampler(rows=range(2))(2)) + drawn(sampler(rows=range(2, 6))(2)) == whole
+    assert drawn(sampler(ranks=Part(range(2)))(2)) + drawn(sampler(ranks=Part(range(2, 6)))(2)) == whole
 
 
 # ---- the states of the reference
@@ -164,8 +185,9 @@ def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Samp
 
 def roll_out(setup: Setup, letters: Any, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:
     sampling = Sampling(6, 0.8, list(eos), 0)
-    drawn = respond(setup.model.policy, setup.responses.prompts, uniforms(len(TEXTS), 6, 0, noise), sampling, letters)
-    rollout: RolloutBatch = setup._replace(responses=drawn).assess(lengths)
+    noises = uniforms(len(TEXTS), 6, 0, noise)
+    responses, sampled = sample(setup.model.policy, setup.responses.prompts, noises, sampling, letters)
+    rollout: RolloutBatch = setup._replace(responses=responses, sampled=sampled).assess(lengths)
     return rollout
 
 
@@ -202,7 +224,7 @@ def test_a_rollout_costs_one_reading_of_its_rows(setup: Setup, letters: Any) -> 
 
 
 def test_smaller_passes_draw_the_same_texts(
-    sampler: Callable[..., Sampler], smaller_passes: Callable[[], list[int]]
+    sampler: Callable[..., Sample], smaller_passes: Callable[[], list[int]]
 ) -> None:
     whole = drawn(sampler()(1))
     passes = smaller_passes()

@@ -14,7 +14,7 @@ from rlhf_kl.ppo.rollout import TokenStats, measure, response_layout
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import PromptBatch, Sampled, Sampling
+from rlhf_kl.types import Prompts, Sampled, Sampling
 
 Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba")
@@ -37,7 +37,7 @@ def read_alone(model: Any, prefix: torch.Tensor) -> torch.Tensor:
 class World:
     """A policy, its reference, and a critic that reads the reference and perhaps a reward model."""
 
-    def __init__(self, new_model: Make, prompts: PromptBatch, rewards: list[RewardModel]) -> None:
+    def __init__(self, new_model: Make, prompts: Prompts, rewards: list[RewardModel]) -> None:
         self.policy, self.prompts, self.rewards = LM(new_model(seed=3)), prompts, rewards
         self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
         self.critic = FeatureCritic(16 + 8 * len(rewards), mean=0.5, scale=2.0, seed=0)
@@ -46,13 +46,13 @@ class World:
 
     def measure(self, sampled: Sampled) -> TokenStats:
         model = ActorCritic(self.policy, critic=self.critic)
-        return measure(model, self.reference, response_layout(self.prompts, sampled), 0.8, self.features)
+        return measure(model, self.reference, response_layout(self.prompts.ids, sampled), 0.8, self.features)
 
 
 @pytest.mark.parametrize("scored", [None, "as written", "other texts", "fewer texts", "more texts"])
 def test_values_are_those_of_each_state_alone(
     new_model: Make,
-    prompts_of: Callable[..., PromptBatch],
+    prompts_of: Callable[..., Prompts],
     reward: RewardModel,
     letters: Any,
     scored: str | None,
@@ -60,21 +60,21 @@ def test_values_are_those_of_each_state_alone(
     """Against one pass over each prefix, which cannot know what comes later; however the responses were scored."""
     prompts = prompts_of(*TEXTS)
     world = World(new_model, prompts, [reward] if scored else [])
-    sampled = world.policy.sample(prompts, uniforms(len(TEXTS), 6, 0, "x"), Sampling(6, 0.8, [2], 0))
-    responses = decode_responses(letters, sampled.ids, sampled.mask, [2])
+    sampled = world.policy.sample(prompts.ids, uniforms(len(TEXTS), 6, 0, "x"), Sampling(6, 0.8, [2], 0))
+    responses = decode_responses(letters, sampled.rows(), [2])
     if scored == "as written":
-        reward(prompts.texts, responses)
+        reward.score(prompts.texts, responses)
     elif scored == "other texts":
-        reward(prompts.texts, ["d" + response for response in responses])
+        reward.score(prompts.texts, ["d" + response for response in responses])
     elif scored == "fewer texts":
-        reward(prompts.texts[1:], responses[1:])
+        reward.score(prompts.texts[1:], responses[1:])
     elif scored == "more texts":
-        reward([*prompts.texts, "a"], [*responses, "b"])
+        reward.score([*prompts.texts, "a"], [*responses, "b"])
     stats = world.measure(sampled)
     models = [world.reference.lm.model, *(reward.model for reward in world.rewards)]
     checked = 0
     for row in range(len(TEXTS)):
-        prompt = prompts.ids[row][prompts.mask[row]]
+        prompt = torch.tensor(prompts.ids[row])
         for place in range(int(sampled.mask[row].sum())):
             prefix = torch.cat([prompt, sampled.ids[row, :place]])
             expected = world.critic(torch.cat([read_alone(model, prefix) for model in models]))
@@ -85,7 +85,7 @@ def test_values_are_those_of_each_state_alone(
 
 
 def test_what_a_reward_model_read_is_not_read_again(
-    new_model: Make, prompts_of: Callable[..., PromptBatch], reward: RewardModel, letters: Any
+    new_model: Make, prompts_of: Callable[..., Prompts], reward: RewardModel, letters: Any
 ) -> None:
     prompts = prompts_of(*TEXTS)
     world = World(new_model, prompts, [reward])
@@ -93,14 +93,14 @@ def test_what_a_reward_model_read_is_not_read_again(
     sampled = Sampled(
         ids, torch.ones_like(ids, dtype=torch.bool), torch.ones(len(ids), dtype=torch.bool), torch.zeros(ids.shape)
     )
-    responses = decode_responses(letters, sampled.ids, sampled.mask, [2])
-    reward(prompts.texts, responses)
+    responses = decode_responses(letters, sampled.rows(), [2])
+    reward.score(prompts.texts, responses)
     rows: list[int] = []
     reward.model.base_model.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
     for _ in range(2):
         world.measure(sampled)
     assert not rows
-    reward(prompts.texts, ["d", *responses[1:]])
+    reward.score(prompts.texts, ["d", *responses[1:]])
     rows.clear()
     world.measure(sampled)
     assert rows == [1], "the one that was scored in other tokens, and no other"

@@ -17,7 +17,6 @@ import rlhf_kl.ppo.step as ppo_module
 from rlhf_kl.kl_controllers import as_controller
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ppo.metrics import update_row
-from rlhf_kl.ppo.rollout import NonFiniteRollout
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.types import RolloutBatch
@@ -119,7 +118,7 @@ def test_the_kl_after_an_update_needs_the_change_at_half_of_the_prompts(
     trainer = make_trainer(
         rollout=rollout, ppo={"minibatch_size": size}, kl={"ceiling": {"value": 1e3}, "unit": "sequence"}
     )
-    batch, row = (update := trainer.update(1)).rollout, update.ceiling
+    batch, row = (update := trainer.update(1)).rollout, update.move
     assert [len(rows) for rows in passes] == [read]
     moved = inner(trainer.model.policy, trainer.reference, batch, 1.0, range(size))
     exact = replace(batch, exact_kl=moved).kl("sequence")
@@ -140,7 +139,7 @@ def test_a_warm_up_trains_the_value_function_only(make_trainer: Make, new_model:
     trainer = make_trainer(**kinds[value], ppo={"value_warmup": 1})
     learns = trainer.model.value or trainer.model.critic
     policy, before = weights(trainer.model.policy.module), weights(learns)
-    row = trainer.update(1).stats.row
+    row = update_row(trainer.update(1), trainer.config)
     assert math.isfinite(row["value/loss"])
     assert math.isnan(row["policy/logratio_first_max"]) == (value == "features")  # no pass of the policy
     assert torch.equal(weights(trainer.model.policy.module), policy)
@@ -210,7 +209,7 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     trainer.rate.adaptive.observe = noted
     update = trainer.update(1)
     tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
-    assert moves == [pytest.approx(update.stats.row["policy/approx_kl"] * tokens)]
+    assert moves == [pytest.approx(update.mean("approx_kl") * tokens)]
     assert "learning-rate-changed" in update.facts
     factor = trainer.rate.adaptive.factor
     assert factor < 1.0
@@ -226,19 +225,19 @@ def test_a_constant_beta_leaves_the_rate_to_its_schedule(make_trainer: Make) -> 
     assert rates == pytest.approx([0.03, 0.0225])
 
 
-def test_a_rollout_that_is_not_finite_raises_before_anything_has_changed(make_trainer: Make) -> None:
+def test_a_rollout_that_is_not_finite_changes_nothing(make_trainer: Make) -> None:
     trainer = make_trainer()
     assess = trainer.rollouts.assess
     before, state = weights(trainer.model.modules), trainer.state_dict()
 
-    def spoilt(responses: Any) -> RolloutBatch:
-        rollout = assess(responses)
+    def spoilt(*drawn: Any) -> RolloutBatch:
+        rollout = assess(*drawn)
         return replace(rollout, shaped_scores=rollout.shaped_scores * torch.nan)
 
     trainer.rollouts.assess = spoilt
-    with pytest.raises(NonFiniteRollout, match="a score was not finite") as caught:
-        trainer.update(1)
-    assert len(caught.value.rollout) == 32
+    update = trainer.update(1)
+    assert update.facts == {"update-skipped": {"reason": "a score was not finite", "broken": True}}
+    assert len(update.rollout) == 32
     assert torch.equal(weights(trainer.model.modules), before)
     assert trainer.state_dict() == state
 
@@ -252,10 +251,11 @@ def test_an_update_with_a_gradient_that_is_not_finite_says_so(make_trainer: Make
 
     handle = head.weight.register_hook(spoil)
     before = weights(trainer.model.modules)
-    assert trainer.update(1).stats.skipped == "a gradient"
+    skipped = {"reason": "a gradient was not finite", "broken": True}
+    assert trainer.update(1).facts["update-skipped"] == skipped
     assert torch.equal(weights(trainer.model.modules), before)
     handle.remove()
-    assert trainer.update(2).stats.skipped is None
+    assert "update-skipped" not in trainer.update(2).facts
 
 
 # ---- state ----

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.data.chat import conversation
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_reward_model, load_tokenizer
 from rlhf_kl.models.value import freeze
@@ -22,7 +21,7 @@ def model(tiny_reward_folder: Path) -> RewardModel:
 
 
 def scores(model: RewardModel, prompts: list[str], responses: list[str]) -> list[float]:
-    return model(prompts, responses).tolist()
+    return model.score(prompts, responses).tolist()
 
 
 def test_a_score_is_the_classifiers_logit_at_the_eos(model: RewardModel) -> None:
@@ -42,7 +41,6 @@ def test_batches_and_order_change_nothing(model: RewardModel, tiny_reward_folder
     assert together == pytest.approx(alone, abs=1e-5)
     by_two = RewardModel(model.model, model.tokenizer, rows=2)
     assert scores(by_two, prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
-    assert scores(by_two, [], []) == []  # the part of a process that has none
 
 
 def test_smaller_passes_change_no_score(model: RewardModel, smaller_passes: Callable[[], list[int]]) -> None:
@@ -149,7 +147,7 @@ def test_a_chat_format_reads_every_turn(tiny_reward_folder: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_reward_folder))
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
     scorer = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer, form=TextFormat(chat=True))
-    said = conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
+    said = (("user", "a"), ("assistant", "b"), ("user", "c"))
     assert scorer.encode([said, "d"], ["ab", "a"]) == [[3, 2, 4, 2, 5, 2, 3, 4, 2], [6, 2, 3, 2]]
 
 
@@ -181,7 +179,7 @@ def test_a_roberta_reads_as_much_as_it_has_positions_for(letters: Any, named: in
         tokenizer.model_max_length = named
     scorer = RewardModel(RobertaForSequenceClassification(config).eval(), tokenizer)
     assert [len(row) for row in scorer.encode(["ab", "abcd" * 9], ["c", "d"])] == [4, read]
-    assert scorer(["ab", "abcd" * 9], ["c", "d"]).isfinite().all()
+    assert scorer.score(["ab", "abcd" * 9], ["c", "d"]).isfinite().all()
 
 
 def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:

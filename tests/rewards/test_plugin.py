@@ -16,14 +16,15 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import filled
 from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TimeLimitExceeded
 from rlhf_kl.rewards.trl import TRLReward
-from rlhf_kl.types import Response
+from rlhf_kl.types import Prompts, Responses
 
-PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
+RESPONSES = ["first", "second", "third"]
+BATCH = Responses(Prompts(["p", "q", "r"], [[]] * 3, [{}] * 3, [()] * 3), RESPONSES, [[1], [2], [3]])
 
 
 def problem(reward: Callable[..., Any]) -> str:
     with pytest.raises(InputError) as caught:
-        PluginReward(reward)(PROMPTS, RESPONSES)
+        PluginReward(reward)(BATCH)
     assert len(caught.value.problems) == 1
     return str(caught.value)
 
@@ -67,14 +68,14 @@ def test_what_has_no_score_in_the_place_of_each_response_is_refused(value: Any) 
     name = type(value).__name__
     assert f"returned {name}, not one number per response" in problem(returns(value))
     with pytest.raises(InputError, match=f"returned {name}, not one number per response"):
-        TRLReward(lambda prompts, completions: value)(PROMPTS, [Response(text, [1]) for text in RESPONSES])
+        TRLReward(lambda prompts, completions: value)(BATCH)
 
 
 @pytest.mark.parametrize(
     "value", [[True, False, None], np.array([True, False, False]), torch.tensor([True, False, False]), [1.0, 0.0, 0.0]]
 )
 def test_true_is_one_and_false_is_zero(value: Any) -> None:
-    assert PluginReward(returns(value))(PROMPTS, RESPONSES)[:2].tolist() == [1.0, 0.0]
+    assert PluginReward(returns(value))(BATCH)[:2].tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("limit", [None, 60.0])
@@ -88,7 +89,7 @@ def test_an_async_function_is_awaited(limit: float | None) -> None:
             return await slow(prompts, responses)
 
     for attribute in (slow, Judge):
-        assert PluginReward(attribute, {}, limit)(PROMPTS, RESPONSES).tolist() == [5.0, 6.0, 5.0]
+        assert PluginReward(attribute, {}, limit)(BATCH).tolist() == [5.0, 6.0, 5.0]
 
 
 def test_whatever_it_raises_is_told_with_its_line() -> None:
@@ -107,9 +108,9 @@ def test_whatever_it_raises_is_told_with_its_line() -> None:
 
 @pytest.mark.parametrize("make", [tuple, torch.tensor, np.array, lambda numbers: (torch.tensor(x) for x in numbers)])
 def test_numbers_of_every_make_are_taken(make: Callable[..., Any]) -> None:
-    scores = PluginReward(returns(make([1, 2.0, -3.5])))(PROMPTS, RESPONSES)
+    scores = PluginReward(returns(make([1, 2.0, -3.5])))(BATCH)
     assert (scores.dtype, scores.tolist()) == (torch.float32, [1.0, 2.0, -3.5])
-    assert PluginReward(returns([1, 2.0, None]))(PROMPTS, RESPONSES).isnan().tolist() == [False, False, True]
+    assert PluginReward(returns([1, 2.0, None]))(BATCH).isnan().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_numbers_of_every_make_are_taken(make: Callable[..., Any]) -> None:
     ids=["numpy", "scalars", "torch", "tuple"],
 )
 def test_for_trl_true_is_one_and_nan_no_score(value: Any) -> None:
-    scores = TRLReward(lambda prompts, completions: value)(["p", "q"], [Response("r", [1]), Response("s", [2])])
+    scores = TRLReward(lambda prompts, completions: value)(BATCH.first(2))
     assert scores[0] == 1.0
     assert scores[1].isnan()
 
@@ -136,7 +137,7 @@ def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) 
 
     for attribute in (odd, NotMade):
         with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
-            PluginReward(attribute, options)(PROMPTS, RESPONSES)
+            PluginReward(attribute, options)(BATCH)
         assert "sk-" not in str(caught.value)
 
 
@@ -167,7 +168,7 @@ class KeepsATable:
 @pytest.mark.parametrize(("limit", "main"), [(None, 1.0), (60.0, 0.0)])
 def test_everything_of_it_runs_in_the_main_thread_unless_it_has_a_time_limit(limit: float | None, main: float) -> None:
     reward = PluginReward(KeepsATable, {}, limit)
-    assert reward(PROMPTS, RESPONSES).tolist() == [main] * 3
+    assert reward(BATCH).tolist() == [main] * 3
     again = PluginReward(KeepsATable, {}, limit)
     again.load_state_dict(reward.state_dict())
     assert again.state_dict() == {"rows": 1}
@@ -182,7 +183,7 @@ def test_a_call_that_takes_too_long_is_given_up_and_the_next_one_works() -> None
     with pytest.raises(TimeLimitExceeded, match=r"longer than 0\.1 s"):
         thread.call(0.1, lambda: time.sleep(30))
     with pytest.raises(InputError, match=r"took longer than 0\.05 s \(reward\.time_limit\) on 3 responses"):
-        PluginReward(slowly, {}, 0.05)(PROMPTS, RESPONSES)
+        PluginReward(slowly, {}, 0.05)(BATCH)
     assert time.monotonic() - began < 5
     assert thread.call(5.0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):

@@ -13,8 +13,9 @@ from rlhf_kl.models.load import load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers, mean_metrics, mean_score
+from rlhf_kl.types import Prompts, Responses
 
-PROMPTS, RESPONSES = ["p", "q", "r"], ["first", "second", "third"]
+BATCH = Responses(Prompts(["p", "q", "r"], [[]] * 3, [{}] * 3, [()] * 3), ["first", "second", "third"], [[1], [2], [3]])
 
 
 def returns(value: Any) -> PluginReward:
@@ -28,7 +29,7 @@ def sum_of(**terms: tuple[float, Any]) -> Scorers:
 def test_a_sum_and_what_each_term_adds_to_it() -> None:
     """As TRL adds up several functions: None adds nothing, and a response without any score has none."""
     x, y = returns([1.0, None, None]), returns([10.0, 20.0, None])
-    values, failures = sum_of(x=(2.0, x), y=(-0.5, y))(PROMPTS, RESPONSES)
+    values, failures = sum_of(x=(2.0, x), y=(-0.5, y))(BATCH)
     assert failures == []
     assert values["reward"][:2].tolist() == [-3.0, -10.0]
     assert values["reward"].isnan().tolist() == [False, False, True]
@@ -41,8 +42,8 @@ def test_a_sum_and_what_each_term_adds_to_it() -> None:
 def test_a_failing_scorer_is_named_by_its_key_and_gold_costs_its_scores_alone() -> None:
     good, bad = returns([1.0, 2.0, 3.0]), returns([1.0])
     with pytest.raises(InputError, match=r"^reward\.terms\.y: returned 1 scores"):
-        sum_of(x=(1.0, good), y=(1.0, bad))(PROMPTS, RESPONSES)
-    values, failures = Scorers(Scorer("reward", good), Scorer("gold", bad, 0.0))(PROMPTS, RESPONSES)
+        sum_of(x=(1.0, good), y=(1.0, bad))(BATCH)
+    values, failures = Scorers(Scorer("reward", good), Scorer("gold", bad, 0.0))(BATCH)
     assert values["reward"].tolist() == [1.0, 2.0, 3.0]
     assert values["gold"].isnan().all()
     assert failures == ["reward.gold: returned 1 scores for 3 responses, the first of them 'first'"]
@@ -57,7 +58,7 @@ def test_a_reward_models_score_that_is_not_finite_is_a_score(tiny_reward_folder:
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("d")] = value
     terms = sum_of(model=(0.5, RewardModel(model, tokenizer)), count=(2.0, returns([1.0, -1e38, 1.0])))
-    values, _ = terms(["a", "a", "a"], ["bb", "dd", "cc"])
+    values, _ = terms(BATCH._replace(texts=["bb", "dd", "cc"]))
     assert values["terms.model"].isinf().tolist() == values["reward"].isinf().tolist() == [False, True, False]
 
 
@@ -90,7 +91,7 @@ def scorers(kind: Callable[..., Any] = Counts, gold: Callable[..., Any] = Counts
 
 def test_states_go_into_a_checkpoint_and_back(capsys: pytest.CaptureFixture[str]) -> None:
     made = scorers()
-    made(PROMPTS[:1], RESPONSES[:1])
+    made(BATCH.first(1))
     states = made.state_dict()
     assert states == {"terms.a": {"seen": 11}, "gold": {"seen": 31}}
     again = scorers()
@@ -104,7 +105,7 @@ def test_states_go_into_a_checkpoint_and_back(capsys: pytest.CaptureFixture[str]
 def test_an_evaluation_leaves_states_as_they_were() -> None:
     made = scorers()
     with made.kept():
-        made(PROMPTS[:1], RESPONSES[:1])
+        made(BATCH.first(1))
     assert made.state_dict() == scorers().state_dict()
 
 

@@ -71,9 +71,7 @@ def test_penalties_are_taken_off_by_name() -> None:
     [([1, 2, 3, 4, 5], 0.0), ([7, 7, 7, 7, 7], 2 / 3), ([1, 2, 3, 9, 1, 2, 3], 1 / 5), ([1, 2], 0.0), ([], 0.0)],
 )
 def test_a_run_of_three_tokens_that_comes_again_is_repeated(tokens: list[int], repeated: float) -> None:
-    ids = torch.tensor([[*tokens, 7, 7, 7, 7]])  # padding is no part of it
-    mask = torch.arange(ids.shape[1]).unsqueeze(0) < len(tokens)
-    result = response_traits(ids, mask, torch.tensor([True]))
+    result = response_traits([tokens], torch.tensor([True]))
     assert result.lengths.tolist() == [len(tokens)]
     assert float(result.repeated) == pytest.approx(repeated)
 

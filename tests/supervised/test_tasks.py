@@ -101,7 +101,7 @@ def reward(tiny_folder: Path) -> RewardModel:
 
 def figures(reward: RewardModel, pairs: list[Pair]) -> dict[str, float]:
     prompts = [pair.prompt for pair in pairs]
-    return pair_figures(*(reward(prompts, [getattr(p, side) for p in pairs]) for side in ("chosen", "rejected")))
+    return pair_figures(*(reward.score(prompts, [getattr(p, side) for p in pairs]) for side in ("chosen", "rejected")))
 
 
 def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardModel) -> None:
