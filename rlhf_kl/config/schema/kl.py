@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -17,7 +17,6 @@ PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats 
 
 class ControllerSection(Section):
     model_config = ConfigDict(extra="allow")
-    general: ClassVar[frozenset[str]] = frozenset()
 
     kind: Plugin = "adaptive"
     """A built-in controller, or a class as file.py:Class or module:Class; write its options beside this key."""
