@@ -25,7 +25,8 @@ from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.build.world import with_files
 from rlhf_kl.commands.loop import evaluate_policy
 from rlhf_kl.config.load import gradient_notes, unused_notes
-from rlhf_kl.config.schema import PairsSection, TrainConfig
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.kl_controllers.tilt import best_of_n

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rlhf_kl.config.schema import EpochsSection
+from rlhf_kl.config.schema.base import EpochsSection
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.memory import SMALLER_PASS, memory_for, sized
 from rlhf_kl.ops.packing import group_lengths, pass_overhead

@@ -21,7 +21,8 @@ from rlhf_kl.build.machine import (
 from rlhf_kl.build.parts import shard_models
 from rlhf_kl.commands.findings import check_dtype
 from rlhf_kl.commands.train import train_command
-from rlhf_kl.config.schema import RunSection, TrainConfig
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.base import RunSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers
 

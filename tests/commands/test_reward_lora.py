@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rlhf_kl.build.load import Loader
-from rlhf_kl.config.schema import ScorerSection
+from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.run.log import read_jsonl
