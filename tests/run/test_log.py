@@ -115,15 +115,9 @@ def test_sample_text_is_shown_as_it_is(tmp_path: Path) -> None:
     board.sample({"step": 3, "prompt": "[x](http://a)", "response": response, "score": 1.25, "gold": None})
     board.close()
     (markdown,) = _texts(_read(tmp_path), "samples")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tensorboard import plugin_util
-    html = plugin_util.markdown_to_safe_html(markdown)
-    assert not any(tag in html for tag in ("<script", "<h1", "<a "))
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
-    assert "# no heading **no bold**\\x1b[2J\\ud800" in html
-    assert "<strong>prompt</strong>" in html
-    assert "score 1.25" in html
+    assert "\n\n    [x](http://a)\n\n" in markdown  # an indented block is no markup
+    assert "\n    <script>alert(1)</script>\n    # no heading **no bold**\\x1b[2J\\ud800\n" in markdown
+    assert "score 1.25" in markdown
 
 
 # ---- trackers
@@ -262,22 +256,11 @@ def test_finite_numbers_are_sent_once_at_their_step(write: Write, stand_in: Call
     assert calls[4:] == [(2, {"kl/token": 0.125}), "finish"]
 
 
-def test_one_that_fails_is_switched_off(write: Write, stand_in: Callable[..., list[Any]]) -> None:
-    calls = stand_in(OSError("no network"))
+def test_one_that_fails_is_switched_off_and_tells_no_password(write: Write, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in(OSError("http://me:hunter2@127.0.0.1:9 does not answer"))
     alerts = write("wandb", [*ROWS, {"step": 3, "kl/token": 0.5}])
-    assert alerts == "alert: wandb: no network: switched off; metrics.jsonl has every row"
+    assert alerts == "alert: wandb: http://127.0.0.1:9 does not answer: switched off; metrics.jsonl has every row"
     assert calls[1:] == [(1, {"kl/token": 0.25, "kl/coef": 0.5})]
-
-
-def test_one_that_cannot_start_is_switched_off_and_tells_no_password(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError("http://me:hunter2@127.0.0.1:9 does not answer")
-
-    monkeypatch.setattr(log, "_accelerates", fail)
-    alert = "alert: mlflow: http://127.0.0.1:9 does not answer: switched off; metrics.jsonl has every row"
-    assert write("mlflow", ROWS) == alert
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["absent", "a folder of that name"])
