@@ -34,7 +34,8 @@ def test_everything_comes_back(new_model: Make, tmp_path: Path) -> None:
     save(tmp_path, 10, other)
     saved = save(tmp_path, 10, first)  # written anew
     assert (saved.path.name, saved.step) == ("step-000010", 10)
-    assert saved.state() == {"format": FORMAT, "beta": 0.1}
+    files = ["model-00001.safetensors", "optimizer-00001.safetensors"]
+    assert saved.state() == {"format": FORMAT, "files": files, "beta": 0.1}
     saved.load_model(other)
     saved.load_optimizer(adamw(other, 0.01, 0.1))  # it was saved before its first step
     for (name, a), b in zip(first.named_parameters(), other.parameters(), strict=True):
@@ -129,8 +130,11 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str) -> No
     saved = save(tmp_path, 5, net)
     data = (saved.path / name).read_bytes()
     (saved.path / name).write_bytes(data[: len(data) // 2])
-    with pytest.raises(InputError, match=r"step-000005: cannot be read: .*; without it the checkpoint before is used"):
+    with pytest.raises(InputError, match=r"step-000005: cannot be read: .*; without this folder the checkpoint before"):
         saved.state(), saved.load_model(net), saved.load_optimizer(adamw(net, 0.01, 0.1))
+    (saved.path / name).unlink()
+    with pytest.raises(InputError, match=f"step-000005: .*{name}"):
+        saved.state()
 
 
 def test_a_checkpoint_between_two_regular_ones_displaces_none(tmp_path: Path) -> None:
