@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from rlhf_kl import distributed
+from rlhf_kl.build.start import check_sizes
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Group, Ranks, load_tensors, tensors_of
 from rlhf_kl.errors import InputError, RunFailed
 
@@ -106,3 +109,19 @@ def test_what_does_not_fit_changes_nothing(tensors: dict[str, torch.Tensor]) -> 
     with pytest.raises(InputError, match=r"missing or of another shape: embedding\.weight"):
         load_tensors(module, {"scale": torch.tensor([2.0]), **tensors})
     assert module.scale.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("processes", "oldest", "message"),
+    [
+        (2, (99, 0), "policy.shard: torch 2.8 or newer is needed"),
+        (1, (2, 0), "policy.shard: needs several processes: start them with torchrun"),
+    ],
+)
+def test_where_nothing_can_be_sharded(
+    monkeypatch: pytest.MonkeyPatch, processes: int, oldest: tuple[int, int], message: str
+) -> None:
+    monkeypatch.setattr(distributed, "OLDEST_TORCH", oldest)
+    config = TrainConfig.model_validate({"policy": {"model": "builtin:reviews", "shard": True}})
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_sizes(config, processes=processes)

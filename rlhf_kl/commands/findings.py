@@ -30,7 +30,7 @@ from rlhf_kl.config.schema import PairsSection, TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.kl_controllers.tilt import best_of_n
-from rlhf_kl.memory import memory_is_full
+from rlhf_kl.memory import LESS_MEMORY, memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
@@ -41,7 +41,6 @@ from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.rollout import NonFiniteRollout, Sampler
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.log import check_installed, peak_memory_mb
-from rlhf_kl.run.run import LESS_MEMORY
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
 

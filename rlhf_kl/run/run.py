@@ -17,7 +17,7 @@ from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import NamedTensors, Ranks, slots_of, tensors_of
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
-from rlhf_kl.memory import memory_for, pass_share
+from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
 from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, usual_interval
 from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, write_atomic
@@ -36,8 +36,6 @@ from rlhf_kl.run.resume import (
 from rlhf_kl.run.signals import StopRequest, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.ui import log
-
-LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
 
 
 class Run:
@@ -181,13 +179,12 @@ class Run:
         for name, content in copies.items():
             write_atomic(folder.path / name, content)
         write_atomic(folder.config, dump_config(config))
-        values, name, tracking = config.model_dump(mode="json"), config.run.name, config.tracking
         views: dict[str, Callable[[], Any]] = {}
-        if tracking.tensorboard:
+        if config.tracking.tensorboard:
             views["tensorboard"] = partial(TensorBoardWriter, folder)
-        self._views = Views(
-            views | {each: partial(Tracker, each, folder, name, values, sent) for each in tracking.trackers}
-        )
+        for name in config.tracking.trackers:
+            views[name] = partial(Tracker, name, folder, config.run.name, config.model_dump(mode="json"), sent)
+        self._views = Views(views)
         if self.checkpoint is not None:
             # The process may have died between writing this checkpoint and dropping an older one.
             self._prune()
