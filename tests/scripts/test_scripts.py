@@ -43,12 +43,5 @@ def test_speed_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert run["share_of_update_s"] == pytest.approx(run["floor_of_update_s"] / run["update_s"])
 
 
-@pytest.mark.slow
-def test_laws_on_plants() -> None:
-    line = script("bench_plant.py", "fixed").stdout.splitlines()[-1]
-    assert line.split()[0] == "fixed"
-    assert line.count("%") == 6
-
-
 def test_this_environment_is_complete() -> None:
     script("environment.py", "--check-dev")
