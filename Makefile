@@ -91,9 +91,6 @@ check: lint types imports test  ## before every commit; CI runs test-slow too
 bench-control: $(READY)  ## how well each controller holds the target (an hour or two on 2 cores)
 	$(PY) scripts/bench_control.py
 
-bench-plant: $(READY)  ## the same on simulated plants (a minute)
-	$(PY) scripts/bench_plant.py
-
 test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50; some minutes)
 	$(PY) scripts/crash_test.py --kills $(or $(KILLS),50)
 
@@ -131,4 +128,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-newest .venv-trl-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-newest test-slow test-all test-integrations lint types imports check bench-control bench-plant bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-newest test-slow test-all test-integrations lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean

@@ -59,47 +59,34 @@ def model_folder(ref: str, *, pickled: bool = False) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    reachable = probe(hub.name, hub.revision, "model", ref)
+    patterns = MODEL_FILES + (PICKLED_FILES if pickled else [])
     try:
-        return snapshot_download(
-            hub.name,
-            revision=hub.revision,
-            allow_patterns=MODEL_FILES + (PICKLED_FILES if pickled else []),
-            ignore_patterns=SUBFOLDERS,
-            local_files_only=not reachable,
-        )
+        return snapshot_download(hub.name, revision=hub.revision, allow_patterns=patterns, ignore_patterns=SUBFOLDERS)
     except LocalEntryNotFoundError as error:
         reason = "the hub cannot be reached, its cache does not hold it"
         raise InputError(f"{ref}: {reason}, and {no_such_file(ref)}") from error
     except Exception as error:  # the hub's clients raise many types
-        raise InputError(f"{ref}: cannot be downloaded: {first_line(error)}") from error
+        raise InputError(f"{ref}: cannot be downloaded: {first_line(error)}; {no_such_file(ref)}") from error
 
 
-def probe(name: str, revision: str | None, kind: str, where: str) -> bool:
-    """Whether the hub can be reached, by one short request: downloads with a mistyped id would retry for minutes.
+def reachable(hub: HubName, where: str) -> bool:
+    """Whether the hub can be reached, by one short request: the datasets library would retry for minutes.
 
-    Errors: InputError if the hub has no such repository or revision.
+    Errors: InputError if the hub has no such data set or revision.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=PROBE_SECONDS)
-    except RevisionNotFoundError as error:
-        raise InputError(f"{where}: the hub has no revision {revision!r} of it") from error
-    except GatedRepoError as error:
-        raise InputError(f"{where}: is gated: accept its terms on the hub and log in (`hf auth login`)") from error
-    except RepositoryNotFoundError as error:
-        raise InputError(f"{where}: the hub has no {kind} of this name, and there is {no_such_file(name)}") from error
-    except HfHubHTTPError as error:
-        if error.response is not None and error.response.status_code < 500:
-            raise InputError(f"{where}: {first_line(error)}") from error
-        return False
-    except Exception:  # no network: the client raises many types
+        HfApi().repo_info(hub.name, repo_type="dataset", revision=hub.revision, timeout=PROBE_SECONDS)
+    except Exception as error:  # no network: the client raises many types
+        if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
+            raise InputError(f"{where}: {first_line(error)}; {no_such_file(hub.name)}") from error
         return False
     return True
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text that is not blank."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an exception's text that is neither blank nor the status of a request."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and "Client Error" not in line), type(error).__name__)

@@ -75,6 +75,7 @@ def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: in
 # ---- the size of passes
 
 SMALLER_PASS = "lower microbatch_size, or use policy.gradient_checkpointing=true or an adapter (policy.lora={})"
+LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
 _share = 1.0  # of the usual rows and tokens in every pass
 
 

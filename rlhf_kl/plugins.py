@@ -136,7 +136,7 @@ def _on_path(*folders: Path) -> Iterator[None]:
 
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
-    """Errors: InputError, `what` and "ValueError: no route (mine.py:12)".
+    """Errors: InputError, `what` and "ValueError: no route (mine.py:12)", the last line of a user's that it passed.
 
     Full memory is no fault of the user's code. An exit code of its own must not become the program's.
     """
@@ -147,20 +147,10 @@ def users_code(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if memory_is_full(error):
             raise
-        raise InputError(f"{what} {explain(error)}") from error
-
-
-def explain(error: BaseException) -> str:
-    """ "ValueError: no route (mine.py:12)": an exception, and the last line of the user's that it passed."""
-    line = users_line(error)
-    return hidden(f"{type(error).__name__}: {error}" + (f" ({line})" if line else ""))
-
-
-def users_line(error: BaseException) -> str | None:
-    """ "mine.py:12": where an exception last passed through a file of the user's, if it did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+        line = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+        raise InputError(hidden(f"{what} {type(error).__name__}: {error}{line}")) from error
 
 
 # ---- variables: `${NAME}` in an option is read from the environment when it is used, and stored as it is written ----

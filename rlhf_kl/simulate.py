@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.kl_controllers.held import BAND, tail_error, verdict
 from rlhf_kl.kl_controllers.tilt import tilted
@@ -70,10 +69,6 @@ class Plant:
     _rng: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        checks = {"speed": 0.0 < self.speed <= 1.0, "noise": 0.0 <= self.noise < math.inf}
-        rules = {"speed": "must be above 0 and at most 1", "noise": "must be a finite number from 0 on"}
-        if problems := [f"{name} {rules[name]}: {getattr(self, name):g}" for name, ok in checks.items() if not ok]:
-            raise InputError(*problems)
         self._rng = random.Random(self.seed)
 
     def measure(self) -> float:

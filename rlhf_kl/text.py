@@ -10,10 +10,10 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-# Controls, lone surrogates, line and paragraph separators: they move the cursor or break a line.
-_UNSAFE = frozenset({"Cc", "Cs", "Zl", "Zp"})
-# Format characters that reorder or hide the text around them (joiners of emoji and scripts stay).
-_BIDI = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
+# Controls, lone surrogates, line and paragraph separators move the cursor or break a line; format characters hide or
+# reorder the text around them.
+_UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_JOINERS = "\u200c\u200d"  # format characters of emoji and scripts
 
 
 def safe_text(text: str, *, keep_newlines: bool = False) -> str:
@@ -22,8 +22,9 @@ def safe_text(text: str, *, keep_newlines: bool = False) -> str:
     Newlines become ``\n`` unless `keep_newlines`. Printable text is returned unchanged, markup too:
     the caller must show it without interpreting markup.
     """
+    kept = _JOINERS + "\n" * keep_newlines
     return "".join(
-        char.encode("unicode_escape").decode() if _is_unsafe(char) and not (keep_newlines and char == "\n") else char
+        char if char in kept or unicodedata.category(char) not in _UNSAFE else char.encode("unicode_escape").decode()
         for char in text
     )
 
@@ -43,10 +44,6 @@ def hanging(text: str, width: int | None, indent: int) -> str:
         wrapper = textwrap.TextWrapper(max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
         lines = [row for line in lines for row in wrapper.wrap(line)]
     return f"\n{' ' * indent}".join(lines)
-
-
-def _is_unsafe(char: str) -> bool:
-    return char in _BIDI or unicodedata.category(char) in _UNSAFE
 
 
 # ---- numbers

@@ -6,7 +6,6 @@ are medians over a run's updates without the first two. The parts:
 phases  samples/s, tokens/s, peak memory, and the seconds of rollout, scoring and update beside their floor: operations
         of the matrix products over the rate at which this machine multiplies such matrices (the LM head at its own
         rate, in float32), and the bytes that decoding reads over the rate at which it copies memory
-groups  8 responses to each of 2 prompts of 200 tokens beside 16 different prompts of 200 (gpt2 and llama only)
 several one process beside one for each GPU (two on a CPU), there also with sharded weights; only if it is named
 
 The models, all by default:
@@ -83,12 +82,12 @@ class World:
         return list(load_tokenizer(str(self.policy))(texts)["input_ids"])
 
 
-def write_prompts(file: Path, vocabulary: int, lengths: Sequence[int], copies: int = 1) -> Path:
-    """Prompts of random words, `copies` of each."""
+def write_prompts(file: Path, vocabulary: int, lengths: Sequence[int]) -> Path:
+    """Prompts of random words."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocabulary - 2, (n,), generator=generator).tolist() for n in lengths]
     lines = [json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows]
-    file.write_text("".join(line * copies for line in lines), encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")
     return file
 
 
@@ -245,18 +244,6 @@ def phases(args: argparse.Namespace, worlds: Mapping[str, World], place: Path) -
             yield run | show({f"floor_of_{key}" if key in run else key: least[key] for key in least} | shares)
 
 
-def groups(args: argparse.Namespace, worlds: Mapping[str, World], place: Path) -> Iterator[dict[str, Any]]:
-    """What many responses to one prompt save."""
-    for name in [name for name in worlds if name in SHAPES]:
-        for count in (2, 16):
-            file = place / f"{name}-{count}.jsonl"
-            write_prompts(file, SHAPES[name]["vocab_size"], [200] * count, copies=16 // count)
-            world = replace(worlds[name], prompts=file, batch=16)
-            for value, dtype in product(args.values, args.dtypes):
-                label = {"model": name, "prompts_of_200": count, "value": value, "dtype": dtype}
-                yield show({**label, **our_run(world, args, place, value, dtype)})
-
-
 def several(args: argparse.Namespace, worlds: Mapping[str, World], place: Path) -> Iterator[dict[str, Any]]:
     """What more processes bring; a run that fails has its last words instead of figures."""
     count = torch.cuda.device_count() if args.device == "cuda" else 2
@@ -269,15 +256,15 @@ def several(args: argparse.Namespace, worlds: Mapping[str, World], place: Path) 
             yield show({**label, "failed": str(error)})
 
 
-PARTS = {"phases": phases, "groups": groups, "several": several}
-DEFAULT_PARTS = ("phases", "groups")
+PARTS = {"phases": phases, "several": several}
+DEFAULT_PART = "phases"
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: {' and '.join(DEFAULT_PARTS)}")
+    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: {DEFAULT_PART}")
     add("--models", nargs="+", choices=MODELS, default=MODELS)
     add("--values", nargs="+", choices=["features", "head", "separate"], default=["features", "separate"])
     add("--placement", choices=["reward", "rao_blackwell"], default="reward", help="of the KL")
@@ -303,7 +290,7 @@ def main(words: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {"machine": show(machine)}
     with tempfile.TemporaryDirectory(prefix="rlhf-kl-bench-") as folder:
         worlds = {name: make_world(name, args, Path(folder) / name) for name in args.models}
-        for part in args.parts or DEFAULT_PARTS:
+        for part in args.parts or [DEFAULT_PART]:
             print(f"\n{part}", flush=True)
             results[part] = list(PARTS[part](args, worlds, Path(folder)))
             args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ its runs'. Steps that the ceiling cut are left out.
 For each plant the constants of `StepModel` are fitted to all the others, one after the other over a grid until none
 improves the worst plant's error, and tested on the plant itself. Printed: that error for the fitted constants, for
 those in force, and the constants themselves. `approach`, `down`, `up` and RESTRAINT decide what is done with a
-prediction: `bench_plant.py` and `bench_control.py` judge them.
+prediction: `bench_control.py` judges them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 
 from rlhf_kl import distributed
-from rlhf_kl.distributed import Group, Ranks, held_share, load_tensors, tensors_of, unsharded
+from rlhf_kl.build.start import check_sizes
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import Group, Ranks, load_tensors, tensors_of
 from rlhf_kl.errors import InputError, RunFailed
 
 
@@ -16,16 +19,6 @@ def rank(index: int, count: int) -> Ranks:
     one = Ranks()
     one.index, one.count = index, count
     return one
-
-
-def test_one_process_has_all_rows_and_writes() -> None:
-    alone = Ranks()
-    assert (alone.count, alone.index, alone.writes) == (1, 0, True)
-    assert alone.mine(range(12)) == range(12)
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert torch.equal(alone.sum(x), x)
-    assert alone.all("x") == alone.parts(3, lambda _: "x") == ["x"]
-    assert alone.first("x") == alone.run(lambda: "x") == alone.first_before_others(lambda: "x") == "x"
 
 
 def test_several_share_the_rows_without_gap_or_overlap_and_one_writes() -> None:
@@ -118,8 +111,17 @@ def test_what_does_not_fit_changes_nothing(tensors: dict[str, torch.Tensor]) -> 
     assert module.scale.item() == 1.0
 
 
-def test_one_process_holds_everything() -> None:
-    module = Tied()
-    assert held_share(module.parameters()) == 1.0
-    with unsharded(module):  # nothing to gather
-        assert module.embedding.weight.shape == (3, 2)
+@pytest.mark.parametrize(
+    ("processes", "oldest", "message"),
+    [
+        (2, (99, 0), "policy.shard: torch 2.8 or newer is needed"),
+        (1, (2, 0), "policy.shard: needs several processes: start them with torchrun"),
+    ],
+)
+def test_where_nothing_can_be_sharded(
+    monkeypatch: pytest.MonkeyPatch, processes: int, oldest: tuple[int, int], message: str
+) -> None:
+    monkeypatch.setattr(distributed, "OLDEST_TORCH", oldest)
+    config = TrainConfig.model_validate({"policy": {"model": "builtin:reviews", "shard": True}})
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_sizes(config, processes=processes)

@@ -98,8 +98,13 @@ def place(tmp_path: Path, small_world: World, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_every_yaml_is_valid(document: Path, place: Callable[[Path], Path], rlhf_kl: Any) -> None:
+def test_every_yaml_and_every_python_block_is_valid(
+    document: Path, place: Callable[[Path], Path], rlhf_kl: Any
+) -> None:
     folder = place(document)
+    for block in blocks(document):
+        if block.language == "python":
+            compile(block.text, str(document), "exec")
     for number, block in enumerate(block for block in blocks(document) if block.language == "yaml"):
         name = block.name
         if name is None:  # a part of a config
@@ -149,13 +154,6 @@ def cut(words: list[str]) -> list[str]:
     else:
         words = []
     return [*words, *(word for key, value in values.items() for word in ("--set", f"{key}={value}"))]
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_every_python_block_compiles(document: Path) -> None:
-    for block in blocks(document):
-        if block.language == "python":
-            compile(block.text, str(document), "exec")
 
 
 def test_the_controller_of_the_guide_does_what_it_is_written_to_do(place: Callable[[Path], Path], rlhf_kl: Any) -> None:

@@ -81,7 +81,7 @@ def test_nothing_of_a_package_runs(folder: Path) -> None:
     (folder / "rlhf_kl_outer").mkdir()
     (folder / "rlhf_kl_outer" / "__init__.py").write_text("raise SystemExit(3)\nclass Law: ...\n")
     look_up("rlhf_kl_outer:Law")
-    look_up("rlhf_kl_outer.inner.laws:Law")
+    look_up("rlhf_kl_outer.inner.laws:Other")
     assert "SystemExit: 3" in problem(load_attribute, "rlhf_kl_outer.inner.laws:Law")
 
 

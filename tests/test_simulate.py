@@ -7,8 +7,8 @@ import typer
 
 from rlhf_kl.commands.simulate import simulate
 from rlhf_kl.errors import InputError
-from rlhf_kl.kl_controllers import CONTROLLERS, AdaptiveKL, FixedKL, as_controller, build_controller, held
-from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
+from rlhf_kl.kl_controllers import AdaptiveKL, FixedKL, as_controller, held
+from rlhf_kl.simulate import Plant, example_scores, simulate_plant, tilt_law
 
 TARGET, LENGTH = 0.1, 20.0
 SATURATING = tilt_law(example_scores())
@@ -90,13 +90,6 @@ def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
     assert max(errors) < 0.15
 
 
-@pytest.mark.parametrize("kind", CONTROLLERS)
-def test_rows_chain(kind):
-    rows = simulate_sequence(build_controller(kind, {}, total_episodes=256), [0.0, 0.05, 0.3, 0.1], 64, [])
-    assert [row.step for row in rows] == [1, 2, 3, 4]
-    assert all(a.coef_next == b.coef for a, b in pairwise(rows))
-
-
 # ---- the command ----
 
 
@@ -116,17 +109,10 @@ def rows_of(output):
     return json.loads(output.out)
 
 
-def test_the_golden_threshold_table(run):
-    output = run("--controller", "threshold", "--kl", "0.01,0.02,0.05,0.1,0.03,0.02", "--json")
-    rows = rows_of(output)
-    assert list(rows[0]) == ["step", "kl", "coef", "coef_next"]
-    assert [round(row["coef_next"], 4) for row in rows] == [0.1, 0.1, 0.15, 0.225, 0.225, 0.225]
-    assert output.err == ""
-
-
 def test_a_kl_that_is_not_a_number_is_null_and_said(run):
     output = run("--kl", "0.1,nan,0.2", "--json")
     rows = rows_of(output)
+    assert list(rows[0]) == ["step", "kl", "coef", "coef_next"]
     assert rows[1]["kl"] is None
     assert rows[1]["coef"] == rows[1]["coef_next"]
     assert "step 2: kl-not-finite" in output.err
@@ -200,7 +186,7 @@ def test_a_plugin_from_a_file(run, tmp_path):
         "    def update(self, kl, episodes):\n        self.coef /= 2\n"
     )
     rows = rows_of(run("--controller", f"{tmp_path}/mine.py:Halving", "--kl", "1,1", "--json"))
-    assert [row["coef_next"] for row in rows] == [0.05, 0.025]
+    assert [(row["step"], row["coef"], row["coef_next"]) for row in rows] == [(1, 0.1, 0.05), (2, 0.05, 0.025)]
 
 
 @pytest.mark.parametrize(

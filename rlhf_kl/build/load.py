@@ -12,16 +12,10 @@ import torch
 
 from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
-from rlhf_kl.config.schema import (
-    EvalSection,
-    PairsSection,
-    PromptsSection,
-    RewardSection,
-    RunSection,
-    ScorerSection,
-    SFTDataSection,
-)
-from rlhf_kl.config.schema.base import TunedSection
+from rlhf_kl.config.schema.base import RunSection, TunedSection
+from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.train import EvalSection, PromptsSection
 from rlhf_kl.data.files import HELDOUT_SHARE, Row, drawn, load_rows, split_heldout, text_column, without_leaks
 from rlhf_kl.data.texts import (
     Example,

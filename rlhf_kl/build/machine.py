@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from rlhf_kl.config.schema import AnyConfig, RunSection
+from rlhf_kl.config.schema import AnyConfig
+from rlhf_kl.config.schema.base import RunSection
 from rlhf_kl.distributed import Ranks, joined_group
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import shell_command

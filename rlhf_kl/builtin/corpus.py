@@ -43,9 +43,8 @@ class Corpus:
     heldout_pairs: list[Pair]
 
 
-def write_corpus(seed: int, sizes: CorpusSizes | None = None) -> Corpus:
+def write_corpus(seed: int, sizes: CorpusSizes) -> Corpus:
     """Write the whole corpus; a part depends on the seed and its own size only."""
-    sizes = sizes or CorpusSizes()
     pool = list(openings())
     _stream(seed, "split").shuffle(pool)
     cut = int(HELDOUT_SHARE * len(pool))

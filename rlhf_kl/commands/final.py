@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rlhf_kl.build.load import Loader
 from rlhf_kl.build.parts import Setup
-from rlhf_kl.config.schema import RewardModelConfig, ScorerSection, SFTConfig, TrainConfig
+from rlhf_kl.config.schema import RewardModelConfig, SFTConfig, TrainConfig
+from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.distributed import tensors_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_generation, save_model

@@ -25,11 +25,12 @@ from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.build.world import with_files
 from rlhf_kl.commands.loop import evaluate_policy
 from rlhf_kl.config.load import gradient_notes, unused_notes
-from rlhf_kl.config.schema import PairsSection, TrainConfig
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.kl_controllers.tilt import best_of_n
-from rlhf_kl.memory import memory_is_full
+from rlhf_kl.memory import LESS_MEMORY, memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
@@ -39,7 +40,6 @@ from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.log import check_installed, peak_memory_mb
-from rlhf_kl.run.run import LESS_MEMORY
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
 

@@ -140,7 +140,7 @@ def _prompts(
     """Those of the command line or of its file, else those that `train` shows."""
     from rlhf_kl.build.parts import build_prompts, usable_prompts
     from rlhf_kl.commands.stored import located
-    from rlhf_kl.config.schema import PromptsSection
+    from rlhf_kl.config.schema.train import PromptsSection
     from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.data.texts import PromptRow
     from rlhf_kl.models.load import context_length

@@ -53,6 +53,10 @@ def simulate(
         raise InputError("--set changes a config: it needs --config")
     if target is not None and not 0.0 < target < math.inf:
         raise InputError(f"--target must be a finite number above 0: {target:g}")
+    if not 0.0 < speed <= 1.0:
+        raise InputError(f"--speed must be above 0 and at most 1: {speed:g}")
+    if not 0.0 <= noise < math.inf:
+        raise InputError(f"--noise must be a finite number from 0 on: {noise:g}")
     kls = None if kl is None else _kls(kl)
     options: dict[str, Any] = {}
     total, length = None, None
@@ -69,11 +73,9 @@ def simulate(
         if episodes is None and updates is None:
             total = max(1, run.ppo.total_episodes - run.ppo.value_warmup * run.rollout.batch_size)
         episodes, updates = episodes or run.rollout.batch_size, updates or run.controlled_updates
-    kind, episodes, updates = (
-        stored_name(controller or "adaptive"),
-        episodes or 64,
-        updates or (60 if kls is None else len(kls)),
-    )
+    kind = stored_name(controller or "adaptive")
+    episodes = episodes or 64
+    updates = updates or (60 if kls is None else len(kls))
     if coef is not None and takes(controller_class(kind), "coef"):
         options["coef"] = coef
     sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
@@ -81,10 +83,7 @@ def simulate(
     target = float(target or getattr(law, "target", None) or 0.1)
     notes: list[str] = []
     if kls is None:
-        try:
-            policy = Plant(tilt_law(example_scores()), speed, noise, length or PLANT_NATS / target, seed)
-        except InputError as error:  # its fields have the names of the options
-            raise InputError(*(f"--{problem}" for problem in error.problems)) from None
+        policy = Plant(tilt_law(example_scores()), speed, noise, length or PLANT_NATS / target, seed)
         notes += worded(law.start_facts(updates, episodes))
         rows = simulate_plant(law, policy, updates, episodes)
     else:

@@ -17,8 +17,8 @@ from rlhf_kl.config.errors import checked
 from rlhf_kl.config.load import config_diff, detect_kind, flat, load_config, read_merged
 from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.plugins import check_named
-from rlhf_kl.config.schema import SEEDS, Section, TrainConfig
-from rlhf_kl.config.schema.base import Name, inner, refuse
+from rlhf_kl.config.schema import Section, TrainConfig
+from rlhf_kl.config.schema.base import SEEDS, Name, inner, refuse
 from rlhf_kl.config.yaml import located, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import adjusts

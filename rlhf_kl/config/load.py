@@ -9,7 +9,10 @@ from typing import Any
 
 from rlhf_kl.config.errors import checked
 from rlhf_kl.config.paths import find_config
-from rlhf_kl.config.schema import MODELS, AnyConfig, ControllerSection, Kind, PPOSection, RewardSection, TrainConfig
+from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
+from rlhf_kl.config.schema.kl import ControllerSection
+from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
+from rlhf_kl.config.schema.train import PPOSection
 from rlhf_kl.config.yaml import dump_yaml, located, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import stored_name
@@ -22,11 +25,12 @@ OWN_SECTIONS: dict[str, set[str]] = {
     "train": {"reference", "reward", "rollout", "ppo", "kl"},
 }
 NAMED_LATER = {"model", "prompts", "texts"}  # null in a base config: to be named in the one that extends it
-# Mappings whose keys depend on their `kind`: a new kind drops the old one's.
+# Mappings whose keys depend on their `kind`, and the keys that a new kind drops.
 BY_KIND: dict[str, type[RewardSection] | type[ControllerSection]] = {
     "reward": RewardSection,
     "kl.controller": ControllerSection,
 }
+OF_KIND = {*ScorerSection.model_fields, *ControllerSection.model_fields, "terms"}
 
 
 def load_config(
@@ -140,7 +144,8 @@ def _merge(
     """The child's values win; where it changes a `kind`, the parent's options of the old kind go (`kinds`)."""
     merged = dict(parent)
     if kinds and where in BY_KIND and "kind" in child and _kind_of(where, child) != _kind_of(where, parent):
-        merged = {key: value for key, value in parent.items() if key in BY_KIND[where].general}
+        general = BY_KIND[where].model_fields.keys() - OF_KIND
+        merged = {key: value for key, value in parent.items() if key in general}
     for key, value in child.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):

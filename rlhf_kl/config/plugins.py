@@ -16,13 +16,12 @@ from rlhf_kl.hub import model_folder, model_on_hub
 from rlhf_kl.kl_controllers import BOUNDS, KLController, build_controller, law_options
 from rlhf_kl.plugins import (
     checked_options,
-    explain,
     is_reference,
     load_attribute,
     missing_variables,
     reference_file,
     takes,
-    users_line,
+    users_code,
 )
 
 REWARD_PROVIDED = {"prompts", "responses"}
@@ -151,11 +150,8 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
 def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLController:
     """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
     law, arguments = load_controller(kind, options)
-    try:
+    with users_code(f"kl.controller: {law.__name__} cannot be created:"):
         return build_controller(law, arguments, **sizes)
-    except Exception as error:  # values that do not fit together, or an error in the user's code
-        raised = f"{law.__name__} cannot be created: raised {explain(error)}" if users_line(error) else error
-        raise InputError(f"kl.controller: {raised}") from error
 
 
 def configured_controller(config: TrainConfig, coef: float) -> KLController:

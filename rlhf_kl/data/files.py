@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
 from rlhf_kl.errors import InputError, no_such_file, suggestion
-from rlhf_kl.hub import HubName, first_line, hub_name, probe
+from rlhf_kl.hub import HubName, first_line, hub_name, reachable
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -142,23 +142,23 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     name = HubName(ref, None, None) if folder else hub_name(ref)
     if name is None:
         raise InputError(f"{ref} is neither a file nor a hub id (owner/name, owner/name@revision)")
-    reachable = folder or probe(name.name, name.revision, "dataset", ref)
+    online = folder or reachable(name, ref)
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     datasets.utils.disable_progress_bars()
-    datasets.config.HF_HUB_OFFLINE |= not reachable  # from its cache, without retries
+    datasets.config.HF_HUB_OFFLINE |= not online  # from its cache, without retries
     try:
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
     except Exception as error:  # the library raises a dozen kinds
-        raise InputError(f"{ref}: {_reason(error, ref, split, reachable)}") from error
+        raise InputError(f"{ref}: {_reason(error, ref, split, online)}") from error
     return [dict(row) for row in data]
 
 
-def _reason(error: Exception, ref: str, split: str, reachable: bool) -> str:
+def _reason(error: Exception, ref: str, split: str, online: bool) -> str:
     text = first_line(error)
     if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
         names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
         return f"has no split {split!r}{suggestion(split, names)}"
-    if not reachable:
+    if not online:
         return f"the hub cannot be reached, its cache does not contain it, and {no_such_file(ref)}"
     return f"cannot be read: {text}"
 

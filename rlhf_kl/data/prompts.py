@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kl.config.schema import PromptsSection
+from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data.chat import chat_prompt, require_chat_template, turns_of
 from rlhf_kl.data.files import broken_text
 from rlhf_kl.data.texts import PromptRow

@@ -20,7 +20,7 @@ from rlhf_kl.ops.kl import k3
 from rlhf_kl.plugins import is_reference, load_attribute
 
 TESTED = "1.14 to 1.16"
-# What is read of a trainer. All but the first three are private: a later TRL, or a trainer of your own, may lack them.
+# What is read of a trainer. All but the first three are private: another version may lack them.
 NEEDED = (
     *("accelerator", "beta", "num_iterations", "_metrics", "_step"),
     *("_get_per_token_logps_and_entropies", "_generate_and_score_completions"),
@@ -56,9 +56,9 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         trainer: Any,
         controller: KLController | None,
         target: float,
-        unit: str = "token",
-        log_only: bool = False,
-        stop_at: float | None = None,
+        unit: str,
+        log_only: bool,
+        stop_at: float | None,
     ) -> None:
         """Use `attach` instead, which checks its arguments and the trainer."""
         self.trainer, self.controller = trainer, controller
@@ -108,19 +108,15 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def describe(self) -> str:
         """One line: which KL is held or watched at which target, and the bounds of beta."""
-        held = self.controller and not self.log_only
-        line = (
-            f"kl-budget: {'holds' if held else 'watches'} the KL to the reference (k3; fresh samples, all processes) "
-            f"{'at' if self.controller else 'with a limit of'} {self.target:g} nats per {self.unit}"
-        )
+        does = "holds" if self.controller and not self.log_only else "watches"
+        limit = f"{'at' if self.controller else 'with a limit of'} {self.target:g} nats per {self.unit}"
+        line = f"kl-budget: {does} the KL to the reference (k3; fresh samples, all processes) {limit}"
         if self.controller:
-            low, high = self.controller.min_coef, self.controller.max_coef
+            low, high = self.controller.bounds
             line += f"; beta {self.controller.beta:g}, between {low:g} and {high:g}"
-        elif is_adapter(self.trainer):
-            line += "; beta 0; the reference is the model with its adapter switched off: a pass more for each rollout"
         else:
-            size = sum(p.numel() * p.element_size() for p in self.trainer.ref_model.parameters()) / 1e9
-            line += f"; beta 0; the reference is a copy of the model: {size:.2g} GB, and a pass more for each rollout"
+            reference = "the model with its adapter switched off" if is_adapter(self.trainer) else "a copy of the model"
+            line += f"; beta 0; the reference is {reference}: a pass more for each rollout"
         return line + (f"; stops above {self.stop_at:g}" if self.stop_at else "")
 
     def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
@@ -135,7 +131,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         if (saved["target"], saved["unit"]) != (self.target, self.unit):
             raise InputError(
                 f"kl-budget: the checkpoint held {saved['target']:g} nats per {saved['unit']}, this run has "
-                f"{self.target:g} per {self.unit}: attach with the saved target, or start a new run from the weights"
+                f"{self.target:g} per {self.unit}: attach with the saved target"
             )
         self.rate = saved["rate"]
         if self.controller and saved["controller"]:
@@ -196,10 +192,9 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.rate:
             controller.change_rate(rate / self.rate)
         self.rate = rate
-        after = controller.beta
-        if controller.adjusts and after in (controller.min_coef, controller.max_coef):
-            self._warn(f"beta-at-bound: beta {after:g} is at its bound, at a KL of {kl:.4g}")
-        self._log({"beta": beta, "beta_next": after})
+        if controller.adjusts and controller.beta in controller.bounds:
+            self._warn(f"beta-at-bound: beta {controller.beta:g} is at its bound, at a KL of {kl:.4g}")
+        self._log({"beta": beta, "beta_next": controller.beta})
         self._use_coef()
 
     def _use_coef(self) -> None:
@@ -223,17 +218,12 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
             if options:
                 raise ValueError(f"options ({', '.join(options)}) go to a controller's name or class, not to an object")
             return as_controller(controller)
-        kind = controller
         if isinstance(controller, str) and is_reference(controller):
-            kind = load_attribute(controller)
-        rollouts = args.max_steps / steps
+            controller = load_attribute(controller)
+        batch_size = args.generation_batch_size
+        total = int(args.max_steps / steps * batch_size) if args.max_steps > 0 else None
         return build_controller(
-            kind,
-            options,
-            target=target,
-            coef=float(trainer.beta),
-            total_episodes=int(rollouts * args.generation_batch_size) if args.max_steps > 0 else None,
-            batch_size=args.generation_batch_size,
+            controller, options, target=target, coef=float(trainer.beta), total_episodes=total, batch_size=batch_size
         )
     except (ValueError, TypeError) as error:
         raise InputError(f"kl-budget: controller: {error}") from None
@@ -290,9 +280,8 @@ class RolloutKL:
 
     def _logprobs(self, model: Any, output: dict[str, Any]) -> torch.Tensor:
         """Of the completions (B, T), float32."""
-        ids, attended = (
-            torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], 1) for name in ("ids", "mask")
-        )
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+        attended = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
         mode = "train" if self.trainer.model.training else "eval"
         size = getattr(self.trainer.args, f"per_device_{mode}_batch_size")
         others = {name: output[name] for name in OF_IMAGES if name in output}
@@ -322,42 +311,30 @@ def frozen_copy(trainer: Any, ref_model: Any) -> Any:
     return trainer.accelerator.prepare_model(reference, evaluation_mode=True).eval()
 
 
-# ---- what stands in the way
-
-
 def problems(trainer: Any, target: Any, unit: Any, stop_at: Any) -> list[str]:
     """Every problem, one line each, with how to fix it."""
     name = type(trainer).__name__
     if missing := [attribute for attribute in NEEDED if not hasattr(trainer, attribute)]:
         return [
-            f"kl-budget: {name} has no {', '.join(missing)}: it holds the KL of TRL's GRPOTrainer and RLOOTrainer "
-            f"(tested: TRL {TESTED}) and of trainers with these attributes"
+            f"kl-budget: {name} has no {', '.join(missing)}: attach to TRL's GRPOTrainer or RLOOTrainer (TRL {TESTED})"
         ]
     found = []
     if any(isinstance(callback, KLBudget) for callback in trainer.callback_handler.callbacks):
         found.append("kl-budget: this trainer already has a KL budget: attach one")
-    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    if sharded and not (trainer.beta or is_adapter(trainer)):
+    if (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled) and not (trainer.beta or is_adapter(trainer)):
         found.append(
-            f"kl-budget: beta is 0, so {name} has no reference model, and a sharded one cannot be copied: "
-            f"{name.removesuffix('Trainer')}Config(beta=1e-6) with log_only=True watches TRL's own"
+            "kl-budget: beta is 0, and a sharded model cannot be copied as the reference: beta=1e-6 with log_only=True "
+            "watches TRL's own"
         )
-    if not is_positive(target):
+    if not (isinstance(target, int | float) and 0.0 < target < math.inf):
         found.append(f"kl-budget: target must be a number of nats above 0, got {target!r}")
-    elif stop_at is not None and not (is_positive(stop_at) and stop_at >= target):
+    elif stop_at is not None and not stop_at >= target:
         found.append(f"kl-budget: stop_at must be a number of nats from target ({target:g}) up, got {stop_at!r}")
     if unit not in UNITS:
         found.append(f"kl-budget: unknown unit {unit!r}{suggestion(str(unit), UNITS)}")
     if trainer.args.restore_callback_states_from_checkpoint:
-        found.append(
-            "kl-budget: restore_callback_states_from_checkpoint creates callbacks without their trainer: remove it; "
-            "the budget restores itself"
-        )
+        found.append("kl-budget: remove restore_callback_states_from_checkpoint: the budget restores itself")
     return found
-
-
-def is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value < math.inf
 
 
 def doubts(trainer: Any) -> list[str]:
@@ -366,19 +343,11 @@ def doubts(trainer: Any) -> list[str]:
     found = []
     if args.top_k or args.top_p != 1.0 or args.min_p or args.repetition_penalty != 1.0:
         found.append(
-            "sampling: top_k, top_p, min_p or repetition_penalty change the policy that samples, so k3 is no "
-            "longer an estimate of its KL"
+            "sampling: top_k, top_p, min_p or repetition_penalty change the policy that samples: k3 is not its KL"
         )
     if args.sync_ref_model:
         found.append("moving-reference: sync_ref_model changes the reference; the budget is the KL to the current one")
-    if getattr(args, "importance_sampling_level", "token") == "sequence":
-        found.append(
-            "sequence-ratio: importance_sampling_level='sequence' clips the mean ratio of a whole response, so single "
-            "tokens may move farther in a rollout's later steps, and the KL with them"
-        )
-    dropout = any(
-        getattr(module, "p", 0.0) > 0.0 for module in trainer.model.modules() if "Dropout" in type(module).__name__
-    )
-    if dropout and not args.disable_dropout:
+    layers = [module for module in trainer.model.modules() if "Dropout" in type(module).__name__]
+    if not args.disable_dropout and any(getattr(layer, "p", 0.0) > 0.0 for layer in layers):
         found.append("dropout: the policy's dropout is on, and its noise counts as KL: disable_dropout=True")
     return found

@@ -8,7 +8,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import Field
@@ -87,15 +87,16 @@ class KLController:
     adjusts: ClassVar[bool] = True  # False: beta does not depend on the KL, so it cannot be too slow
 
     def __post_init__(self) -> None:
-        self.check_options()
+        # The class whose options these are: a user's own on top of it may have others.
+        self.check_options(next(law for law in type(self).__mro__ if "__dataclass_fields__" in vars(law)))
         self.min_coef, self.max_coef = self.bounds = resolve_bounds(self.coef, self.min_coef, self.max_coef)
 
-    def check_options(self) -> None:
-        """Give options the types of their annotations. Errors: ValueError with every one that does not fit."""
-        names = [p.name for p in parameters_of(type(self)) or ()]
+    def check_options(self, law: type) -> None:
+        """Give the options of `law` the types of their annotations. Errors: ValueError with all that do not fit."""
+        names = [p.name for p in parameters_of(law) or ()]
         given = {name: value for name in names if isinstance(value := getattr(self, name, ()), (int, float, str))}
-        arguments, problems = law_options(type(self), given, type(self).__name__)
-        if problems:
+        arguments, problems = checked_options(law, given, law.__name__, complete=False)
+        if problems := problems or self.conflicts(vars(self)):
             raise ValueError("; ".join(problems))
         vars(self).update(arguments)
 
@@ -243,7 +244,7 @@ def law_options(law: type, written: Mapping[str, Any], where: str) -> tuple[dict
     """`checked_options` of a law, with the problems of options that do not fit together."""
     arguments, problems = checked_options(law, written, where, provided=CONTROLLER_PROVIDED)
     if not problems and issubclass(law, KLController):
-        defaults = {p.name: p.default for p in parameters_of(law) or ()}
+        defaults = {option.name: option.default for option in fields(law)}
         problems = [f"{where}: {line}" for line in law.conflicts(defaults | arguments)]
     return arguments, problems
 

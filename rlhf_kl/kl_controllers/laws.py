@@ -22,7 +22,7 @@ class FixedKL(KLController):
 
     def __init__(self, *, coef: NonNegative = 0.1) -> None:
         self.coef = coef
-        self.check_options()
+        self.check_options(FixedKL)
 
     def update(self, kl: float, episodes: int) -> None:
         """Changes nothing."""
@@ -53,7 +53,7 @@ class ScheduledKL(KLController):
         self.coef = coef
         self.end_coef = 3.0 * coef if end_coef is None else end_coef
         self.shape = shape
-        self.check_options()
+        self.check_options(ScheduledKL)
         self.start_coef = self.coef
         if shape == "constant":
             self.end_coef = self.start_coef

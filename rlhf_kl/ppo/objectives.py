@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.schema import KLSection, PPOSection, TrainConfig
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.kl import KLSection
+from rlhf_kl.config.schema.train import PPOSection
 from rlhf_kl.ops.advantages import ADVANTAGES, gae
 from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
 from rlhf_kl.ops.losses import policy_loss, value_loss

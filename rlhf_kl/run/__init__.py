@@ -1,1 +1,1 @@
-"""What a run leaves and shows while it runs: folder, rows, checkpoints, resume, TensorBoardand alerts."""
+"""What a run leaves and shows while it runs: folder, rows, checkpoints, resume, TensorBoard and alerts."""

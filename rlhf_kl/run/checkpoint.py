@@ -19,7 +19,8 @@ from rlhf_kl.distributed import NamedTensors, load_slots, load_tensors
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
 
-FORMAT = 9  # of the state; raised when older checkpoints cannot be resumed any more
+FORMAT = 10  # of the state; raised when older checkpoints cannot be resumed any more
+WAY_OUT = "without this folder the checkpoint before is used"
 SHARD = 1 << 30  # bytes of tensors in a file; a larger tensor has a file of its own
 
 
@@ -35,7 +36,7 @@ class Checkpoint:
         return int(self.path.name.removeprefix("step-"))
 
     def state(self) -> dict[str, Any]:
-        """The JSON part. Errors: InputError if it cannot be read or another version of this program wrote it."""
+        """The JSON part. Errors: InputError if it cannot be read, another version wrote it, or a file is missing."""
         with self._reading():
             state: dict[str, Any] = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
         if state.get("format") != FORMAT:
@@ -43,6 +44,8 @@ class Checkpoint:
                 f"{self.path}: written by another version of rlhf-kl, so --resume cannot go on from it: "
                 "--overwrite starts anew, another --output-dir keeps it"
             )
+        if missing := [name for name in state["files"] if not (self.path / name).is_file()]:
+            raise InputError(f"{self.path}: {missing[0]} is missing; {WAY_OUT}")
         return state
 
     def load_model(self, model: nn.Module) -> None:
@@ -66,9 +69,7 @@ class Checkpoint:
         try:
             yield
         except (OSError, ValueError, SafetensorError) as error:
-            raise InputError(
-                f"{self.path}: cannot be read: {error}; without it the checkpoint before is used"
-            ) from None
+            raise InputError(f"{self.path}: cannot be read: {error}; {WAY_OUT}") from None
 
 
 def save_checkpoint(
@@ -82,7 +83,8 @@ def save_checkpoint(
     def write(place: Path) -> None:
         _write_shards(place / "model", model)
         _write_shards(place / "optimizer", optimizer)
-        (place / "state.json").write_text(json.dumps({"format": FORMAT, **state}), encoding="utf-8")
+        files = sorted(path.name for path in place.iterdir())
+        (place / "state.json").write_text(json.dumps({"format": FORMAT, "files": files, **state}), encoding="utf-8")
 
     target = folder / f"step-{step:06d}"
     write_folder(target, write)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
+EVENTS = "events.out.tfevents.*"  # of TensorBoard
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -42,7 +43,7 @@ class RunFolder:
         self.merged = self.path / "merged"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
-        self.folders = (self.checkpoints, self.tensorboard, self.final, self.merged, self.path / "wandb")
+        self.folders = (self.final, self.merged, self.path / "wandb")
 
     @property
     def holds_run(self) -> bool:
@@ -70,11 +71,11 @@ class RunFolder:
         return summary if summary["stopped_by"] is None else None
 
     def remove_run(self) -> None:
-        """Remove the program's files; the config last, so that after a crash the folder still is a run."""
+        """Remove what the program wrote; the config last, so that after a crash the folder still is a run."""
         self.sweep()
-        for folder in self.folders:
+        for folder in (*checkpoint_folders(self.checkpoints), *self.folders):
             remove_folder(folder)
-        for file in reversed(self.files):
+        for file in (*self.tensorboard.glob(EVENTS), *reversed(self.files)):
             file.unlink(missing_ok=True)
 
     def sweep(self) -> None:

@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from rlhf_kl.config.load import flat
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.folder import RunFolder, write_atomic
+from rlhf_kl.run.folder import EVENTS, RunFolder, write_atomic
 from rlhf_kl.text import read_number, safe_text
 from rlhf_kl.ui import log
 
@@ -104,7 +104,7 @@ class TensorBoardWriter:
             from torch.utils.tensorboard import SummaryWriter
 
             folder.tensorboard.mkdir(parents=True, exist_ok=True)
-            for old in folder.tensorboard.glob("events.out.tfevents.*"):
+            for old in folder.tensorboard.glob(EVENTS):
                 old.unlink()
             self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
         for row in read_jsonl(folder.metrics):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from importlib import metadata
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from rlhf_kl.config.load import config_diff, flat, load_config
-from rlhf_kl.config.plugins import controller_class
+from rlhf_kl.config.plugins import controller_class, plugin_files
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import takes
@@ -52,8 +53,8 @@ def check_outside(folder: RunFolder, config: AnyConfig) -> None:
         raise InputError(*problems)
 
 
-def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
-    """Changes since the run began that change only rounding.
+def check_config(folder: RunFolder, config: AnyConfig) -> None:
+    """Alerts for changes since the run began that change only rounding.
 
     Errors: InputError with the list of the changes that matter.
     """
@@ -68,7 +69,8 @@ def check_config(folder: RunFolder, config: AnyConfig) -> list[str]:
             *changed,
             "set them back, or name another --output-dir, or start this run anew with --overwrite",
         )
-    return lines
+    for line in lines:
+        log.warning(f"resume: {line}: sums are taken in another order, so figures may differ in their last digits")
 
 
 def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
@@ -78,6 +80,18 @@ def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
     if now.ppo.total_episodes < before.ppo.total_episodes or before.ppo.lr_schedule != "constant":
         return False
     return not takes(controller_class(before.kl.controller.kind), "total_episodes")
+
+
+def plugin_copies(config: AnyConfig) -> dict[str, bytes]:
+    """The plugins' files, by the names under which the run keeps them."""
+    copies: dict[str, bytes] = {}
+    for source in dict.fromkeys(path.resolve() for path in plugin_files(config).values()):
+        name, count = re.sub(r"[^\w.-]", "_", source.name), 1
+        while name in copies:  # a/mine.py beside b/mine.py
+            count += 1
+            name = f"{Path(name).stem}-{count}.py"
+        copies[name] = source.read_bytes()
+    return copies
 
 
 def check_fingerprints(before: Mapping[str, str], now: Mapping[str, str], where: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,11 +14,10 @@ from typing import IO, Any, NoReturn
 import torch
 
 from rlhf_kl.config.load import dump_config
-from rlhf_kl.config.plugins import plugin_files
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import NamedTensors, Ranks, slots_of, tensors_of
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
-from rlhf_kl.memory import memory_for, pass_share
+from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
 from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, usual_interval
 from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, write_atomic
@@ -31,14 +29,13 @@ from rlhf_kl.run.resume import (
     environment,
     git_revision,
     kind_of,
+    plugin_copies,
     report_differences,
     versions,
 )
 from rlhf_kl.run.signals import StopRequest, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.ui import log
-
-LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
 
 
 class Run:
@@ -97,10 +94,7 @@ class Run:
     def _find_checkpoint(self) -> None:
         folder, finished = self.folder, self.folder.finished_summary()
         if finished is not None or checkpoints(folder.checkpoints):
-            for line in check_config(folder, self.config):
-                log.warning(
-                    f"resume: {line}: sums are taken in another order, so figures may differ in their last digits"
-                )
+            check_config(folder, self.config)
         if finished is not None:
             further = isinstance(self.config, TrainConfig) and self.config.updates > finished["steps"]
             log.info(f"{folder.path} holds a finished run{', going on with more episodes' if further else ''}")
@@ -173,7 +167,7 @@ class Run:
 
     def _open_files(self) -> None:
         folder, config = self.folder, self.config
-        plugins = self._plugins()
+        copies = plugin_copies(config)  # before they are removed: one may be a copy itself
         if self._overwrites:
             folder.remove_run()
         sent = max((row["step"] for row in read_jsonl(folder.metrics)), default=0) if self.checkpoint else 0
@@ -182,30 +176,18 @@ class Run:
         self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
         if self.kind == "train":
             self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
-        for name, content in plugins.items():
+        for name, content in copies.items():
             write_atomic(folder.path / name, content)
         write_atomic(folder.config, dump_config(config))
-        values, name, tracking = config.model_dump(mode="json"), config.run.name, config.tracking
         views: dict[str, Callable[[], Any]] = {}
-        if tracking.tensorboard:
+        if config.tracking.tensorboard:
             views["tensorboard"] = partial(TensorBoardWriter, folder)
-        self._views = Views(
-            views | {each: partial(Tracker, each, folder, name, values, sent) for each in tracking.trackers}
-        )
+        for name in config.tracking.trackers:
+            views[name] = partial(Tracker, name, folder, config.run.name, config.model_dump(mode="json"), sent)
+        self._views = Views(views)
         if self.checkpoint is not None:
             # The process may have died between writing this checkpoint and dropping an older one.
             self._prune()
-
-    def _plugins(self) -> dict[str, bytes]:
-        """The plugins' files, by the names under which the run keeps them; one may be such a copy itself."""
-        copies: dict[str, bytes] = {}
-        for source in dict.fromkeys(path.resolve() for path in plugin_files(self.config).values()):
-            name, count = re.sub(r"[^\w.-]", "_", source.name), 1
-            while name in copies:  # a/mine.py beside b/mine.py
-                count += 1
-                name = f"{Path(name).stem}-{count}.py"
-            copies[name] = source.read_bytes()
-        return copies
 
     # ---- the loop
 
@@ -216,12 +198,12 @@ class Run:
 
     @cached_property
     def every(self) -> int:
-        """Steps between two checkpoints: the config's, else that of the checkpoint to go on from, else by the size."""
+        """Steps between two checkpoints: the config's, else by the size of one."""
         if self.config.checkpoint.every != "auto":
             return self.config.checkpoint.every
         moments = [p for group in self.tracked["optimizer"].param_groups for p in group["params"]] * 2  # AdamW's
         size = sum(p.numel() * p.element_size() for p in [*self.tracked["model"].parameters(), *moments])
-        return self._state.get("every") or usual_interval(size) * (1 if self.kind == "train" else 10)
+        return usual_interval(size) * (1 if self.kind == "train" else 10)
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps that are left; after each the checkpoint that is due. Errors: Interrupted after a signal."""
@@ -282,7 +264,7 @@ class Run:
             file.sync()  # a checkpoint never counts rows that are not on the disk
         lengths = {file.path.name: file.size for file in self._files()}
         state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths, **self._inputs}
-        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state | {"every": self.every})
+        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state)
         self._prune()
 
     def _prune(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rlhf_kl.config.schema import EpochsSection
+from rlhf_kl.config.schema.base import EpochsSection
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.memory import SMALLER_PASS, memory_for, sized
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
@@ -75,9 +74,7 @@ class SupervisedTrainer:
     def train(self, start: int = 1) -> Iterator[dict[str, Any]]:
         """Yields a row of figures after each step; `start` is the first step to run (resume)."""
         for step in range(start, self.steps + 1):
-            began = time.perf_counter()
-            row = self.step(step)
-            yield row | {"step": step, "time/step_s": time.perf_counter() - began}
+            yield self.step(step) | {"step": step}
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step."""

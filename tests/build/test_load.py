@@ -8,14 +8,10 @@ import pytest
 
 from rlhf_kl.build.load import Loader
 from rlhf_kl.build.world import with_files
-from rlhf_kl.config.schema import (
-    EvalSection,
-    PairsSection,
-    PromptsSection,
-    RewardSection,
-    SFTDataSection,
-    TrainConfig,
-)
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.reward import RewardSection
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.train import EvalSection, PromptsSection
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompts, Responses

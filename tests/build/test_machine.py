@@ -21,7 +21,8 @@ from rlhf_kl.build.machine import (
 from rlhf_kl.build.parts import shard_models
 from rlhf_kl.commands.findings import check_dtype
 from rlhf_kl.commands.train import train_command
-from rlhf_kl.config.schema import RunSection, TrainConfig
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.base import RunSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers
 
@@ -152,11 +153,17 @@ def test_the_size_of_a_group(variables: str, size: int, launched: Callable[[str]
         "PMI_SIZE=2",
     ],
 )
-@pytest.mark.parametrize("command", ["train", "sft", "reward-model", "eval", "generate"])
-def test_copies_that_would_each_run_alone_are_refused(
-    variables: str, command: str, launched: Callable[[str], None], rlhf_kl: Any, tmp_path: Path, tiny_folder: Path
-) -> None:
+def test_copies_that_would_each_run_alone(variables: str, launched: Callable[[str], None]) -> None:
     launched(variables)
+    with pytest.raises(InputError, match="started 2 processes that do not know of each other"):
+        group_size()
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward-model", "eval", "generate"])
+def test_every_command_refuses_such_copies(
+    command: str, launched: Callable[[str], None], rlhf_kl: Any, tmp_path: Path, tiny_folder: Path
+) -> None:
+    launched("OMPI_COMM_WORLD_SIZE=2")
     (texts := tmp_path / "texts.txt").write_text("ab\n")
     words = {
         "eval": ["--model", tiny_folder, "--texts", texts],
@@ -244,19 +251,6 @@ def test_accelerates_precision_is_told_to_have_no_effect(
     train_command(lambda *_: {}, config, resume=False, overwrite=False)
     line = f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({dtype})"
     assert caplog.messages == [line] * told
-
-
-@pytest.mark.parametrize(("device", "kept"), [("cpu", [True]), ("cuda", [])])
-def test_freed_memory_is_kept_where_the_model_computes_on_the_cpu(
-    device: str, kept: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr("rlhf_kl.memory.keep_freed_memory", lambda: calls.append(True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path / "run"), "device": device}})
-    train_command(lambda *_: {}, config, resume=False, overwrite=False)
-    assert calls == kept
 
 
 @pytest.mark.parametrize(("delay", "level"), [(0.02, "doubtful"), (0.0, "fine")])

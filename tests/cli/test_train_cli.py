@@ -153,16 +153,3 @@ def test_a_second_run_is_refused_and_a_finished_one_prints_its_summary(
     commands = [line.strip() for line in outcome.err.splitlines() if "--run" in line or "--logdir" in line]
     assert [shlex.split(line)[-1] for line in commands] == [str(folder)] * 2
     assert (folder / "metrics.jsonl").read_bytes() == before
-
-
-def test_overwriting_leaves_nothing_of_the_old_run(smoke: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(smoke[0], tmp_path / "run"))
-    (folder / "checkpoints" / "step-000099").mkdir()
-    arguments = ("train", "--config", "smoke.yaml", "--output-dir", folder, "--seed", 7, "--quiet")
-    short = ("--set", "ppo.total_episodes=16")
-    assert rlhf_kl(*arguments, *short, "--overwrite").code == 0
-    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000001"]
-    assert {sample["step"] for sample in read_jsonl(folder / "samples.jsonl")} == {1, 2}  # the last: held out
-    assert len(list((folder / "tensorboard").glob("events*"))) == 1
-    assert json.loads((folder / "summary.json").read_text())["seed"] == 7

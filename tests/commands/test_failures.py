@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,26 +11,9 @@ from typing import Any
 import yaml
 
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows, unfinished
 
 Train = Callable[..., dict[str, Any]]
-
-
-def figures(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
-        for row in read_jsonl(folder / "metrics.jsonl")
-    ]
-
-
-def unfinished(run: Path, place: Path, kept: int) -> Path:
-    copy = Path(shutil.copytree(run, place / "unfinished"))
-    (copy / "summary.json").unlink()
-    shutil.rmtree(copy / "final")
-    for checkpoint in checkpoints(copy / "checkpoints"):
-        if checkpoint.step > kept:
-            shutil.rmtree(checkpoint.path)
-    return copy
 
 
 LIMITED = """
@@ -45,7 +27,7 @@ sys.exit(cli.run(sys.argv[2:]))
 def test_a_full_disk_leaves_the_last_checkpoint_and_names_what_to_free(
     train: Train, tiny_run: Path, tiny_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = unfinished(tiny_run, tmp_path, 4)
+    run = unfinished(tiny_run, tmp_path / "unfinished", 4)
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(tiny_settings))
     arguments = ["train", "--config", str(config), "--output-dir", str(run), "--resume"]
@@ -61,4 +43,4 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_what_to_free(
     assert [c.step for c in checkpoints(run / "checkpoints")] == [2, 4]
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
     train(run, resume=True)
-    assert figures(run) == figures(tiny_run)
+    assert rows(run) == rows(tiny_run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.folder import LOCK
-from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows, unfinished
 
 Train = Callable[..., dict[str, Any]]
 NOISE = """
@@ -58,13 +57,6 @@ def nan_scores(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(Scorers, "__call__", spoilt)
 
     return spoil
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
-        for row in read_jsonl(folder / "metrics.jsonl")
-    ]
 
 
 def weights(folder: Path, step: int) -> dict[str, Any]:
@@ -170,20 +162,14 @@ def test_full_memory_ends_the_run_and_a_resumed_one_has_half_the_rows_in_a_pass(
     train(tmp_path / "small", "ppo.microbatch_size=2")
     for row, twin in zip(rows(tmp_path / "run")[:-1], rows(tmp_path / "small")[:-1], strict=True):
         assert row["policy/loss"] == pytest.approx(twin["policy/loss"], abs=1e-4)  # in other passes, in another order
-    train(tmp_path / "run", "ppo.microbatch_size=2", overwrite=True)
-    assert rows(tmp_path / "run") == rows(tmp_path / "small")
-    assert not (tmp_path / "run" / "passes.json").exists()
-
-
-@pytest.mark.usefixtures("small_device")
-def test_what_a_start_that_did_not_fit_has_left_is_not_for_another_start(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LOCK).touch()
-    (tmp_path / "run" / "passes.json").write_text("0.5\n")
-    train(tmp_path / "run", "ppo.microbatch_size=2")
-    train(tmp_path / "small", "ppo.microbatch_size=2")
-    assert not (tmp_path / "run" / "passes.json").exists()
-    assert rows(tmp_path / "run") == rows(tmp_path / "small")
+    other = tmp_path / "other"  # what a start that did not fit has left is not for another start
+    other.mkdir()
+    (other / LOCK).touch()
+    (other / "passes.json").write_text("0.5\n")
+    for folder, overwrite in ((tmp_path / "run", True), (other, False)):
+        train(folder, "ppo.microbatch_size=2", overwrite=overwrite)
+        assert rows(folder) == rows(tmp_path / "small")
+        assert not (folder / "passes.json").exists()
 
 
 # ---- the best checkpoint ----
@@ -239,12 +225,7 @@ def test_a_resumed_run_says_and_does_what_an_unbroken_one_does(train: Train, tmp
     assert {"rolled-back", "kl-drifting"} <= before
     assert "kl-not-bought" in after
     assert "kl-drifting" not in after  # it was told
-    crashed = Path(shutil.copytree(tmp_path / "whole", tmp_path / "crashed"))
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for checkpoint in checkpoints(crashed / "checkpoints"):
-        if checkpoint.step > 12:
-            shutil.rmtree(checkpoint.path)
+    crashed = unfinished(tmp_path / "whole", tmp_path / "crashed", 12)
     train(crashed, *settings, resume=True)
     assert rows(crashed) == found
 

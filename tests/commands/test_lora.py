@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows
 
 Train = Callable[..., dict[str, Any]]
 LORA = ("policy.lora={r: 4, alpha: 8.0}", "ppo.learning_rate=5e-3")
@@ -23,11 +23,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
     folder = tmp_path_factory.mktemp("lora") / "run"
     train(folder, *LORA)
     return folder
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found = read_jsonl(folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in found]
 
 
 def test_it_starts_at_its_reference_and_moves_away(run: Path) -> None:

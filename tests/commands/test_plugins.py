@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import yaml
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows, unfinished
 
 Cli = Callable[..., Any]
 SECRET = "sk-5e0b7c21d94f"
@@ -93,23 +92,6 @@ EVERYWHERE = (
 )
 
 
-def crash(whole: Path, place: Path, kept: int) -> None:
-    """A copy that ends after checkpoint `kept`."""
-    shutil.copytree(whole, place)
-    (place / "summary.json").unlink()
-    shutil.rmtree(place / "final")
-    for checkpoint in checkpoints(place / "checkpoints"):
-        if checkpoint.step > kept:
-            shutil.rmtree(checkpoint.path)
-
-
-def figures(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
-        for row in read_jsonl(folder / "metrics.jsonl")
-    ]
-
-
 def test_scorers_states_are_kept_by_a_checkpoint_and_not_moved_by_evaluations(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -118,14 +100,14 @@ def test_scorers_states_are_kept_by_a_checkpoint_and_not_moved_by_evaluations(
     settings = [setting.format(own=tmp_path / "own.py") for setting in EVERYWHERE]
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     train(whole, *settings, "eval.every=6")
-    crash(whole, crashed, kept=4)
+    unfinished(whole, crashed, kept=4)
     train(crashed, *settings, "eval.every=1", resume=True)
-    rows, others = (
-        [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in figures(folder)]
+    found, others = (
+        [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows(folder)]
         for folder in (whole, crashed)
     )
-    assert rows == others
-    assert len({row["objective/gold"] for row in rows[:6]}) == 6
+    assert found == others
+    assert len({row["objective/gold"] for row in found[:6]}) == 6
 
 
 # ---- columns of the data set
@@ -188,14 +170,14 @@ def test_a_resumed_run_reads_the_same_columns_and_refuses_others(
 ) -> None:
     reward = "reward={{kind: '{mine}:right', gold: '{mine}:gold'}}"
     checked(CHECKER, reward)
-    crash(tmp_path / "run", tmp_path / "crashed", kept=4)
-    rows = (tmp_path / "rows.jsonl").read_text()
-    (tmp_path / "rows.jsonl").write_text(rows.replace('"answer": "aba"', '"answer": "abb"'))
+    unfinished(tmp_path / "run", tmp_path / "crashed", kept=4)
+    texts = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(texts.replace('"answer": "aba"', '"answer": "abb"'))
     with pytest.raises(InputError, match=r"data\.prompts"):
         checked(CHECKER, reward, folder="crashed", resume=True)
-    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "rows.jsonl").write_text(texts)
     checked(CHECKER, reward, folder="crashed", resume=True)
-    assert figures(tmp_path / "crashed") == figures(tmp_path / "run")
+    assert rows(tmp_path / "crashed") == rows(tmp_path / "run")
 
 
 def test_responses_without_a_score_are_left_out(checked: Callable[..., tuple[Rows, Rows]]) -> None:

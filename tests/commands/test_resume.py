@@ -15,19 +15,10 @@ from safetensors.torch import load_file, save_file
 from rlhf_kl.errors import InputError
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
-from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.run.run import Run
+from tests.runs import rows, unfinished
 
 Train = Callable[..., dict[str, Any]]
-
-
-def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Without what depends on the clock and the machine."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
-        for row in read_jsonl(folder / name)
-    ]
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -107,17 +98,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-def crash(whole: Path, place: Path, kept: int) -> Path:
-    """A copy that ends after checkpoint `kept`, with rows beyond it and nothing that comes at the end."""
-    crashed = Path(shutil.copytree(whole, place / "crashed"))
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for checkpoint in checkpoints(crashed / "checkpoints"):
-        if checkpoint.step > kept:
-            shutil.rmtree(checkpoint.path)
-    return crashed
-
-
 @pytest.mark.quick
 def test_one_seed_is_one_run_and_an_evaluation_does_not_disturb_it(
     train: Train, tiny_run: Path, tmp_path: Path
@@ -141,7 +121,7 @@ def test_other_content_under_the_same_name_is_refused(
     own.write_bytes(tiny_data.prompts.read_bytes())
     settings = (f"policy.model='{start}'", f"data.prompts='{own}'", "ppo.total_episodes=32")
     train(tmp_path / "run", *settings)
-    crashed = crash(tmp_path / "run", tmp_path, 2)
+    crashed = unfinished(tmp_path / "run", tmp_path / "crashed", 2)
 
     def refused(what: str) -> None:
         with pytest.raises(InputError, match=f"{what}: its content has changed") as caught:

@@ -14,10 +14,11 @@ import yaml
 from safetensors.torch import load_file
 
 from rlhf_kl.build.load import Loader
-from rlhf_kl.config.schema import ScorerSection
+from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows
 
 TEXTS = ["abc", "dd", "a", "bcdabcd"]
 Cli = Callable[..., Any]
@@ -28,8 +29,8 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """A classifier of words with an `a`, as an adapter."""
     folder = tmp_path_factory.mktemp("reward-lora")
     texts = ["".join(word) for word in itertools.product("abcd", repeat=3)]
-    rows = [{"text": text, "label": int("a" in text)} for text in texts]
-    (folder / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labelled = [{"text": text, "label": int("a" in text)} for text in texts]
+    (folder / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
     settings = {
         "run": {"device": "cpu"},
         "policy": {"model": str(tiny_folder), "lora": {"r": 4}},
@@ -49,10 +50,6 @@ def run(config: Path, rlhf_kl: Cli) -> Path:
     outcome = rlhf_kl("reward-model", "--config", config, "--output-dir", folder, "--quiet", "--merge")
     assert outcome.code == 0, outcome.err
     return folder
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "time/step_s"} for row in read_jsonl(folder / "metrics.jsonl")]
 
 
 def scores(folder: Path) -> torch.Tensor:

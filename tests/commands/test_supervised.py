@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows, unfinished
 
 Run = Callable[..., dict[str, Any]]
 FILES = {"sft": "sft_reviews.yaml", "reward-model": "reward_reviews.yaml"}
@@ -63,9 +62,9 @@ def supervised(tiny_folder: Path, tiny_data: Any, tmp_path: Path) -> Run:
 @pytest.mark.quick
 def test_fine_tuning_goes_on_from_its_model(supervised: Run, tmp_path: Path, tiny_folder: Path) -> None:
     summary = supervised("sft", tmp_path / "run", "sft.epochs=10")
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert rows[-1]["eval/perplexity"] < 0.7 * rows[0]["eval/perplexity"]
-    assert summary["final"]["eval/perplexity"] == rows[-1]["eval/perplexity"]
+    found = rows(tmp_path / "run")
+    assert found[-1]["eval/perplexity"] < 0.7 * found[0]["eval/perplexity"]
+    assert summary["final"]["eval/perplexity"] == found[-1]["eval/perplexity"]
     tuned, start = load_causal_lm(str(tmp_path / "run" / "final")), load_causal_lm(str(tiny_folder))
     assert not torch.equal(tuned.lm_head.weight, start.lm_head.weight)
 
@@ -73,9 +72,9 @@ def test_fine_tuning_goes_on_from_its_model(supervised: Run, tmp_path: Path, tin
 @pytest.mark.quick
 def test_a_reward_model_is_one_that_train_accepts(supervised: Run, tmp_path: Path) -> None:
     supervised("reward-model", tmp_path / "run", "reward_model.epochs=10")
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert rows[-1]["eval/accuracy"] == 1.0
-    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+    found = rows(tmp_path / "run")
+    assert found[-1]["eval/accuracy"] == 1.0
+    assert found[-1]["eval/loss"] < found[0]["eval/loss"]
     assert load_reward_model(str(tmp_path / "run" / "final")).config.num_labels == 1
 
 
@@ -85,17 +84,11 @@ def test_a_crashed_run_goes_on_as_if_nothing_had_been(supervised: Run, tmp_path:
     epochs = f"{kind.replace('-', '_')}.epochs=2"
     supervised(kind, whole, epochs, "eval.every=3")
     assert [c.step for c in checkpoints(whole / "checkpoints")] == [3, 6, 8]
-    shutil.copytree(whole, crashed)
-    (crashed / "summary.json").unlink()
-    shutil.rmtree(crashed / "final")
-    for step in (6, 8):
-        shutil.rmtree(crashed / "checkpoints" / f"step-{step:06d}")
+    unfinished(whole, crashed, 3)
     supervised(kind, crashed, epochs, "eval.every=3", resume=True)
-    rows = [read_jsonl(folder / "metrics.jsonl") for folder in (whole, crashed)]
-    for row in (*rows[0], *rows[1]):
-        row.pop("time/step_s", None)
-    assert [row["step"] for row in rows[0] if any(key.startswith("eval/") for key in row)] == [1, 4, 7, 9]
-    assert rows[0] == rows[1]
+    found = rows(whole)
+    assert [row["step"] for row in found if any(key.startswith("eval/") for key in row)] == [1, 4, 7, 9]
+    assert rows(crashed) == found
     first, second = (load_file(folder / "final" / "model.safetensors") for folder in (whole, crashed))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -104,8 +97,8 @@ def test_gradients_that_stay_infinite_end_the_run(supervised: Run, tmp_path: Pat
     with pytest.raises(GuardStop, match="3 steps in a row were skipped") as caught:
         supervised("sft", tmp_path / "run", "sft.learning_rate=1e12", "sft.epochs=4", "sft.warmup=0.0")
     assert caught.value.exit_code == 3
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [bool(row.get("alerts")) for row in rows][-3:] == [True] * 3
+    found = rows(tmp_path / "run")
+    assert [bool(row.get("alerts")) for row in found][-3:] == [True] * 3
     assert "skipped" in json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"]
 
 
@@ -118,9 +111,9 @@ RESPONSES = [
 def test_responses_are_learned_and_held_out_ones_become_likelier(supervised: Run, tmp_path: Path) -> None:
     place = f"data.texts='{tmp_path}/pairs.jsonl'"
     summary = supervised("sft", tmp_path / "run", place, *RESPONSES, "sft.epochs=8")
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert rows[-1]["eval/perplexity"] < 0.8 * rows[0]["eval/perplexity"]
-    assert summary["final"]["eval/loss"] == pytest.approx(math.log(rows[-1]["eval/perplexity"]))
+    found = rows(tmp_path / "run")
+    assert found[-1]["eval/perplexity"] < 0.8 * found[0]["eval/perplexity"]
+    assert summary["final"]["eval/loss"] == pytest.approx(math.log(found[-1]["eval/perplexity"]))
 
 
 def test_labelled_texts_make_a_classifier(supervised: Run, tmp_path: Path) -> None:

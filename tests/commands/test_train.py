@@ -21,17 +21,9 @@ from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.head import Head
 from rlhf_kl.run.checkpoint import checkpoints
-from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows
 
 Train = Callable[..., dict[str, Any]]
-
-
-def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Without what depends on the clock and the machine."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
-        for row in read_jsonl(folder / name)
-    ]
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -94,10 +86,15 @@ def test_a_run_that_cannot_start_overwrites_nothing(train: Train, tiny_run: Path
     for path, content in before.items():
         assert path.read_bytes() == content
     (run / ".final.99.tmp").mkdir()  # a process was killed while it wrote another
+    (run / "tensorboard").mkdir()
+    (run / "tensorboard" / "events.old").touch()
     summary = train(run, "ppo.total_episodes=16", overwrite=True)
     assert summary["steps"] == 1
     assert not list(run.glob(".final.*"))
+    assert not (run / "tensorboard" / "events.old").exists()
     assert [c.step for c in checkpoints(run / "checkpoints")] == [1]
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    assert {sample["step"] for sample in rows(run, "samples.jsonl")} == {1, 2}  # the last: held out
 
 
 # ---- guards ----
@@ -198,17 +195,13 @@ def test_a_reference_of_its_own(train: Train, tmp_path: Path, letters: Any, new_
     assert rows(tmp_path / "run")[0]["kl/token"] > 0.001
 
 
-def test_bfloat16_runs(train: Train, tmp_path: Path) -> None:
-    train(tmp_path / "run", "run.dtype=bfloat16", "ppo.total_episodes=32")
-    assert {tensor.dtype for tensor in weights(tmp_path / "run").values()} == {torch.float32}
-    assert rows(tmp_path / "run")[0]["kl/token"] == pytest.approx(0.0, abs=1e-3)
-
-
 def test_a_bfloat16_run_is_read_in_float32_where_there_is_no_gpu_and_that_is_told(
     train: Train, tmp_path: Path, rlhf_kl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     train(tmp_path / "run", "run.dtype=bfloat16", "run.device=auto", "ppo.total_episodes=16")
+    assert {tensor.dtype for tensor in weights(tmp_path / "run").values()} == {torch.float32}
+    assert rows(tmp_path / "run")[0]["kl/token"] == pytest.approx(0.0, abs=1e-3)
     line = "run.dtype: bfloat16; here, on cpu, the models compute in float32"
     (tmp_path / "texts.txt").write_text("abab")
     for words in (

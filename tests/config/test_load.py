@@ -185,7 +185,12 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("eval:", "eval must be a mapping: null"),
         ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
         ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
-        ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: "),
+        ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: coef 50 is outside"),
+        ("kl: {controller: {kind: threshold, low: 2}}", "kl.controller: low 2 must be below high 1.5"),
+        ("kl: {controller: {kind: adaptive, coef: 0}}", "kl.controller.coef must be above 0"),
+        ("kl: {controller: {kind: pdi, kp: 1}}", "kl.controller.kind: unknown name 'pdi'; did you mean pid?"),
+        ("reward: {interface: trl}", "reward.interface is only read where reward.kind is a function: 'trl'"),
+        ("policy: {model: builtin:reviws}", "policy.model: builtin:reviws: no such built-in world"),
         # keys that do not agree
         ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
         ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
@@ -286,6 +291,12 @@ def test_paths_are_tried_from_the_file_then_from_here_and_stored_absolute(write:
     assert config.kl.controller.kind == f"{here / 'sub/mine.py'}:Law"
     assert config.reference.model == "org/name"
     assert load_config("train", here / "x.yaml", ["data.prompts=both.txt"]).data.prompts == str(here / "both.txt")
+
+
+def test_a_plugin_that_has_gone_is_read_from_its_copy_beside_the_runs_config(write: Write, here: Path) -> None:
+    write("run/mine.py", "class Law: ...\n")
+    config = write("run/config.yaml", f"kl: {{controller: {{kind: '{here}/gone/mine.py:Law'}}}}\n")
+    assert load_config("train", config).kl.controller.kind == f"{here}/run/mine.py:Law"
 
 
 def test_the_run_folder_is_absolute_and_follows_the_name(write: Write, here: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_named, configured_controller, make_controller
+from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, models_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -98,6 +98,13 @@ def test_problems_of_plugins(here: Path, text: str, read: list[str], imported: l
         assert line.startswith(expected)
 
 
+def test_the_models_of_a_config_are_folders_and_names_of_the_hub() -> None:
+    terms = {"a": {"model": "owner/a"}, "b": {"kind": "mine.py:brevity"}, "c": {}}
+    raw = {"reference": {"model": "owner/r"}, "reward": {"kind": "sum", "terms": terms, "gold": "owner/g"}}
+    found = models_of(TrainConfig.model_validate(raw))
+    assert found == {"reference.model": "owner/r", "reward.gold": "owner/g", "reward.terms.a.model": "owner/a"}
+
+
 # ---- controllers ----
 
 
@@ -132,7 +139,7 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
 
 def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-refused")
-    with pytest.raises(InputError, match=r"Law cannot be created: raised KeyError: '\$\{MY_KEY\}' \(mine"):
+    with pytest.raises(InputError, match=r"Law cannot be created: KeyError: '\$\{MY_KEY\}' \(mine"):
         make_controller("mine.py:Law", {"key": "${MY_KEY}"})
     monkeypatch.setenv("MY_KEY", "sk-123456")
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)

@@ -9,7 +9,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from rlhf_kl.config.load import gradient_notes, unused_notes
-from rlhf_kl.config.schema import MODELS, KLSection, Section, SFTConfig, TrainConfig, section_of
+from rlhf_kl.config.schema import MODELS, Section, SFTConfig, TrainConfig, section_of
+from rlhf_kl.config.schema.kl import KLSection
 
 
 @pytest.mark.parametrize("model", MODELS.values())

@@ -90,7 +90,7 @@ def test_decoding_waits_for_the_device_at_one_step_of_eight(outcomes: dict[str, 
 def test_the_tokens_of_many_responses_are_read_at_once(outcomes: dict[str, Any]) -> None:
     """`eval` shows every response: 64 of each model, with four figures for a token."""
     places = outcomes["eval"]["places"]
-    assert sum(count for place, count in places.items() if " at evaluate.py" in place) < 128, places
+    assert sum(count for place, count in places.items() if " at ppo/evaluate.py" in place) < 128, places
 
 
 def test_memory_that_was_freed_beside_a_gpu_goes_back(outcomes: dict[str, Any]) -> None:

@@ -246,12 +246,7 @@ def test_k3_of_rloo_agrees_with_its_k1(make_trainer: Make, toy: Any) -> None:
 )
 def test_refusals(settings: dict[str, Any], options: dict[str, Any], said: str, make_trainer: Make) -> None:
     with pytest.raises(InputError, match=said) as caught:
-        KLBudget.attach(
-            make_trainer(
-                "grpo", settings.get("beta", 0.1), **SHORT | {k: v for k, v in settings.items() if k != "beta"}
-            ),
-            **options,
-        )
+        KLBudget.attach(make_trainer("grpo", 0.1, **SHORT | settings), **options)
     assert len(caught.value.problems) == 1
 
 
@@ -263,11 +258,9 @@ def test_a_second_budget_is_refused(make_trainer: Make) -> None:
 
 
 def test_it_says_what_it_holds_and_doubts(make_trainer: Make, capsys: Any, caplog: Any) -> None:
-    settings = {"top_p": 0.9, "importance_sampling_level": "sequence"}
-    KLBudget.attach(make_trainer("grpo", 0.1, **SHORT, **settings), target=0.2)
+    KLBudget.attach(make_trainer("grpo", 0.1, **SHORT, top_p=0.9), target=0.2)
     assert "holds the KL to the reference (k3; fresh samples" in capsys.readouterr().err
     assert "sampling: top_k, top_p" in caplog.text
-    assert "sequence-ratio: importance_sampling_level='sequence'" in caplog.text
 
 
 TWO = """

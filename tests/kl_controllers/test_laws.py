@@ -15,6 +15,7 @@ from rlhf_kl.kl_controllers import (
     ScheduledKL,
     ThresholdKL,
     ZieglerKL,
+    law_options,
 )
 
 
@@ -226,3 +227,19 @@ def test_a_cut_update_counts_with_its_full_length() -> None:
         law.update(before, 64)
     assert law.last_step == pytest.approx(math.sqrt(0.9) - math.sqrt(0.3))
     assert law.distance == pytest.approx(math.sqrt(0.5), abs=0.05)
+
+
+class Gentle(ThresholdKL):
+    """A user's law on top of one of ours, with options of its own."""
+
+    def __init__(self, pace, target=0.1):
+        super().__init__(target=target, factor=1.0 + pace, low=0.4)
+        self.pace = pace
+
+
+def test_a_subclass_may_have_options_of_its_own():
+    assert coefs_after(Gentle(0.5), [0.0]) == pytest.approx([0.1 / 1.5])
+    assert law_options(Gentle, {"pace": 0.5}, "c") == ({"pace": 0.5}, [])
+    assert law_options(Gentle, {}, "c")[1] == ["c.pace: missing, Gentle needs it"]
+    with pytest.raises(ValueError, match="factor"):
+        coefs_after(Gentle(-1.0), [0.0])

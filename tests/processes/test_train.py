@@ -13,11 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl import distributed
-from rlhf_kl.build.start import check_sizes
-from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import can_shard
-from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.run.log import read_jsonl
 
@@ -158,20 +154,6 @@ def test_a_run_goes_on_with_or_without_shards(
     for a, b in zip(whole, parts, strict=True):
         for key in ("kl/token", "kl/coef", "objective/scores", "policy/loss", "value/loss", "eval/perplexity"):
             assert_close(a.get(key), b.get(key), f"update {a['step']}, {key}")
-
-
-def test_an_old_torch_does_not_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "OLDEST_TORCH", (99, 0))
-    config = TrainConfig.model_validate({"policy": {"model": "builtin:reviews", "shard": True}})
-    with pytest.raises(InputError, match=r"policy\.shard: torch 2\.8 or newer is needed"):
-        check_sizes(config, processes=2)
-
-
-def test_one_process_shares_with_nobody(rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--set", "policy.shard=true")
-    assert outcome.code == 2
-    assert "policy.shard: needs several processes: start them with torchrun" in outcome.err
 
 
 @NEEDS_SHARDS

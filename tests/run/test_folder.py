@@ -35,6 +35,7 @@ def make_run(path: Path) -> RunFolder:
     folder = RunFolder(path)
     for file in folder.files:
         file.write_text("{}\n")
+    folder.tensorboard.mkdir()
     for place in (*folder.folders, folder.checkpoints / "step-000005", folder.checkpoints / "step-000010"):
         place.mkdir(parents=True, exist_ok=True)
         (place / "file").write_text("x")
@@ -76,22 +77,16 @@ def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
     folder = make_run(run)
     precious.mkdir()
     (precious / "file").write_text("x")
-    (run / "holiday.png").write_text("mine")
-    for place in (run, run / "final"):
-        (place / "mine").symlink_to(precious)
+    (folder.tensorboard / "events.out.tfevents.1").write_text("x")
+    for place in (run, folder.checkpoints, folder.tensorboard):
+        (place / "mine.png").write_text("mine")
+    (folder.final / "mine").symlink_to(precious)
     open_folder(run, overwrite=True)
     assert folder.config.exists()  # until the new run is sure to start
     folder.remove_run()
-    left = {str(path.relative_to(run)) for path in run.rglob("*")}
-    assert left == {".rlhf-kl.lock", "holiday.png", "mine"}
+    left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert left == {".rlhf-kl.lock", "mine.png", "checkpoints/mine.png", "tensorboard/mine.png"}
     assert (precious / "file").read_text() == "x"
-
-
-def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    make_run(tmp_path / "run").remove_run()
-    assert [path.name for path in (tmp_path / "disk").iterdir()] == [".rlhf-kl.lock"]
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "config.yaml"])

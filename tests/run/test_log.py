@@ -115,15 +115,9 @@ def test_sample_text_is_shown_as_it_is(tmp_path: Path) -> None:
     board.sample({"step": 3, "prompt": "[x](http://a)", "response": response, "score": 1.25, "gold": None})
     board.close()
     (markdown,) = _texts(_read(tmp_path), "samples")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tensorboard import plugin_util
-    html = plugin_util.markdown_to_safe_html(markdown)
-    assert not any(tag in html for tag in ("<script", "<h1", "<a "))
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
-    assert "# no heading **no bold**\\x1b[2J\\ud800" in html
-    assert "<strong>prompt</strong>" in html
-    assert "score 1.25" in html
+    assert "\n\n    [x](http://a)\n\n" in markdown  # an indented block is no markup
+    assert "\n    <script>alert(1)</script>\n    # no heading **no bold**\\x1b[2J\\ud800\n" in markdown
+    assert "score 1.25" in markdown
 
 
 # ---- trackers
@@ -163,40 +157,13 @@ def write(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> Callable[...
 
 def test_wandb_offline(write: Write, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert write("wandb", ROWS) == ""
     known = json.loads((folder.path / "trackers.json").read_text())["wandb"]
     assert write("wandb", [{"step": 3, "kl/token": 0.5}]) == ""
-    found, ids = {}, set()
-    for file in folder.path.glob("wandb/offline-run-*/*.wandb"):
-        for data in log_records(file.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(data)
-            if record.WhichOneof("record_type") == "run":
-                ids.add((record.run.run_id, record.run.project, record.run.display_name))
-            if record.WhichOneof("record_type") == "history":
-                values = record.history.item
-                items = {".".join(value.nested_key) or value.key: value.value_json for value in values}
-                found[json.loads(items["_step"])] = json.loads(items["kl/token"])
-    assert found == {1: 0.25, 2: 0.125, 3: 0.5}
-    assert ids == {(known, "rlhf-kl", "mine")}
-
-
-def log_records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log behind wandb's own header of seven bytes: blocks of 32 KiB, parts of records."""
-    place, whole = 7, b""
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:  # too short for the header of a part
-            place += 32768 - place % 32768
-            continue
-        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        whole += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole record, or its last part
-            yield whole
-            whole = b""
+    files = [file.name for file in folder.path.glob("wandb/offline-run-*/*.wandb")]
+    assert files == [f"run-{known}.wandb"] * 2  # a resumed run goes on in the same one
 
 
 def test_mlflow_on_disk(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,22 +229,11 @@ def test_finite_numbers_are_sent_once_at_their_step(write: Write, stand_in: Call
     assert calls[4:] == [(2, {"kl/token": 0.125}), "finish"]
 
 
-def test_one_that_fails_is_switched_off(write: Write, stand_in: Callable[..., list[Any]]) -> None:
-    calls = stand_in(OSError("no network"))
+def test_one_that_fails_is_switched_off_and_tells_no_password(write: Write, stand_in: Callable[..., list[Any]]) -> None:
+    calls = stand_in(OSError("http://me:hunter2@127.0.0.1:9 does not answer"))
     alerts = write("wandb", [*ROWS, {"step": 3, "kl/token": 0.5}])
-    assert alerts == "alert: wandb: no network: switched off; metrics.jsonl has every row"
+    assert alerts == "alert: wandb: http://127.0.0.1:9 does not answer: switched off; metrics.jsonl has every row"
     assert calls[1:] == [(1, {"kl/token": 0.25, "kl/coef": 0.5})]
-
-
-def test_one_that_cannot_start_is_switched_off_and_tells_no_password(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError("http://me:hunter2@127.0.0.1:9 does not answer")
-
-    monkeypatch.setattr(log, "_accelerates", fail)
-    alert = "alert: mlflow: http://127.0.0.1:9 does not answer: switched off; metrics.jsonl has every row"
-    assert write("mlflow", ROWS) == alert
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["absent", "a folder of that name"])

@@ -85,8 +85,7 @@ def work(tmp_path: Path) -> Work:
 
 def left(folder: Path) -> list[Any]:
     """What a finished run leaves."""
-    steps = [checkpoint.step for checkpoint in checkpoints(folder / "checkpoints")]
-    return [read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl"), steps] + [
+    return [read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl"), steps_of(folder)] + [
         tensor.tolist() for tensor in torch.load(folder / "weights").values()
     ]
 
@@ -114,41 +113,39 @@ def crashed(work: Work, tmp_path: Path) -> Path:
     return tmp_path / "crashed"
 
 
-# ---- checkpoint.every: auto
+def steps_of(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints(folder / "checkpoints")]
 
 
-def stored(folder: Path) -> list[int]:
-    return [checkpoint.state()["every"] for checkpoint in checkpoints(folder / "checkpoints")]
-
-
-def test_auto_is_chosen_once_and_kept(
-    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As much is saved as makes a larger number, when the run goes on; then as a number of the user's."""
-    work("auto", "checkpoint={every: auto, keep: 10}")
-    assert left(tmp_path / "auto")[2] == [5, 6]  # the last step is always saved
-    with pytest.raises(Killed):
-        work("crashed", "checkpoint={every: auto, keep: 10}", at=die)
-    assert stored(tmp_path / "crashed") == [5]
-    monkeypatch.setattr(run_module, "usual_interval", lambda size: 7)
-    work("crashed", "checkpoint={every: auto, keep: 10}", resume=True)
-    assert stored(tmp_path / "crashed") == [5, 5]
-    assert left(tmp_path / "crashed") == left(tmp_path / "auto")
-    assert left(tmp_path / "auto")[0] == whole[0]
-    work("written", "checkpoint={every: 2, keep: 10}")
-    assert stored(tmp_path / "written") == [2, 2, 2]
+# ---- which checkpoints there are
 
 
 def test_auto_goes_by_the_bytes_of_a_checkpoint(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [usual_interval(size) for size in (0, 5 * 10**9, 5 * 10**9 + 1, 12 * 10**9)] == [5, 5, 10, 15]
     sizes: list[int] = []
     monkeypatch.setattr(run_module, "usual_interval", lambda size: sizes.append(size) or 4)
-    work("auto", "checkpoint={every: auto, keep: 10}")
+    work("auto", "checkpoint.every=auto")
     tensors: list[Any] = []
     for path in (tmp_path / "auto" / "checkpoints" / "step-000006").glob("*.safetensors"):
         tensors += [tensor for name, tensor in load_file(path).items() if not name.endswith(".step")]
     assert sizes == [sum(tensor.nbytes for tensor in tensors)]
-    assert left(tmp_path / "auto")[2] == [4, 6]
+    assert steps_of(tmp_path / "auto") == [4, 6]  # the last step is always saved
+
+
+def test_old_checkpoints_are_dropped_but_those_that_are_spared(work: Work, tmp_path: Path, crashed: Path) -> None:
+    def spare(run: Run, step: int) -> None:
+        if step == 1:
+            run.spared = [2]
+        die(run, step)
+
+    with pytest.raises(Killed):
+        work("spared", "checkpoint.keep=1", at=spare)
+    assert steps_of(tmp_path / "spared") == [2, 4]
+    work("spared", "checkpoint.keep=1", resume=True)
+    assert steps_of(tmp_path / "spared") == [2, 6]
+    with pytest.raises(Killed):  # also one that a killed run did not get to drop
+        work("crashed", "checkpoint.keep=1", resume=True, at=die)
+    assert steps_of(crashed) == [4]
 
 
 # ---- going on
@@ -249,12 +246,6 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_and_nothing_is_overwritten(
     assert left(crashed) == whole
 
 
-def test_an_old_checkpoint_that_a_killed_run_did_not_get_to_drop_is_dropped(work: Work, crashed: Path) -> None:
-    with pytest.raises(Killed):
-        work("crashed", "checkpoint.keep=1", resume=True, at=lambda run, step: die(run, 6))
-    assert [checkpoint.step for checkpoint in checkpoints(crashed / "checkpoints")] == [4]
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_resumed_run_has_the_threads_that_it_had(
     work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -290,7 +281,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
         work("run", at=lambda run, step: os.kill(os.getpid(), number) if step == 3 else None)
     assert caught.value.exit_code == code
     assert signal.getsignal(signal.SIGINT) is handler
-    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")] == [2, 3]
+    assert steps_of(tmp_path / "run") == [2, 3]
     work("run", resume=True)
     assert left(tmp_path / "run") == whole
 
@@ -330,8 +321,7 @@ def test_what_may_not_be_saved_is_not_saved(work: Work, tmp_path: Path) -> None:
         run.log = lambda row, **_: write(run, row, sound=step != 2)  # type: ignore[method-assign]
 
     work("run", at=unsound)
-    steps = [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")]
-    assert steps == [4, 6]  # 3 is dropped again
+    assert steps_of(tmp_path / "run") == [4, 6]  # 3 is dropped again
 
 
 # ---- disks and folders
@@ -387,24 +377,3 @@ def test_a_run_that_cannot_start_removes_nothing(work: Work, crashed: Path) -> N
     assert sorted(crashed.rglob("*")) == before
     work("crashed", overwrite=True)
     assert read_jsonl(crashed / "metrics.jsonl")[0]["step"] == 1
-
-
-def test_a_resumed_run_keeps_what_was_spared(tmp_path: Path) -> None:
-    settings = ["checkpoint={every: 1, keep: 1}", "tracking.tensorboard=false", f"run.output_dir='{tmp_path / 'run'}'"]
-    config = load_config("train", "smoke.yaml", settings)
-
-    def part(first: int, last: int) -> list[int]:
-        with open_run(config, Ranks(), resume=first > 1, overwrite=False) as run:
-            run.check(torch.device("cpu"), {})
-            net = torch.nn.Linear(3, 2)
-            run.track(model=net, optimizer=adamw(net, 0.01, 0.1))
-            run.begin()
-            if first == 1:
-                run.spared = [1]
-            for step in range(first, last + 1):
-                run.log({"step": step})
-                run.save(step)
-            return [each.step for each in checkpoints(run.folder.checkpoints)]
-
-    assert part(1, 3) == [1, 3]
-    assert part(4, 4) == [1, 4]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.config.schema import SFTSection
+from rlhf_kl.config.schema.supervised import SFTSection
 from rlhf_kl.models.lm import LM
 from rlhf_kl.supervised.loop import SupervisedTrainer
 from rlhf_kl.supervised.tasks import TextTask

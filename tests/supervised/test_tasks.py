@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl.config.schema import RewardModelSection
+from rlhf_kl.config.schema.supervised import RewardModelSection
 from rlhf_kl.data.texts import Example, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM

@@ -2,32 +2,9 @@
 
 from typing import Literal, TypeAlias
 
-from rlhf_kl.config.schema.base import (
-    SEEDS,
-    EpochsSection,
-    LoraSection,
-    RunSection,
-    Section,
-    section_of,
-)
-from rlhf_kl.config.schema.kl import ControllerSection, KLSection
-from rlhf_kl.config.schema.reward import SUM, RewardSection, ScorerSection, TermSection
-from rlhf_kl.config.schema.supervised import (
-    ArchitectureSection,
-    PairsSection,
-    RewardModelConfig,
-    RewardModelSection,
-    SFTConfig,
-    SFTDataSection,
-    SFTSection,
-)
-from rlhf_kl.config.schema.train import (
-    EvalSection,
-    PPOSection,
-    PromptsSection,
-    RolloutSection,
-    TrainConfig,
-)
+from rlhf_kl.config.schema.base import Section, section_of
+from rlhf_kl.config.schema.supervised import RewardModelConfig, SFTConfig
+from rlhf_kl.config.schema.train import TrainConfig
 
 Kind: TypeAlias = Literal["train", "sft", "reward-model"]
 AnyConfig: TypeAlias = TrainConfig | SFTConfig | RewardModelConfig
@@ -37,11 +14,4 @@ MODELS: dict[Kind, type[TrainConfig] | type[SFTConfig] | type[RewardModelConfig]
     "reward-model": RewardModelConfig,
 }
 
-# fmt: off
-__all__ = [
-    "MODELS", "SEEDS", "SUM", "AnyConfig", "ArchitectureSection", "ControllerSection", "EpochsSection",
-    "EvalSection", "KLSection", "Kind", "LoraSection", "PPOSection", "PairsSection", "PromptsSection",
-    "RewardModelConfig", "RewardModelSection", "RewardSection", "RolloutSection", "RunSection", "SFTConfig",
-    "SFTDataSection", "SFTSection", "ScorerSection", "Section", "TermSection", "TrainConfig", "section_of",
-]
-# fmt: on
+__all__ = ["MODELS", "AnyConfig", "Kind", "RewardModelConfig", "SFTConfig", "Section", "TrainConfig", "section_of"]

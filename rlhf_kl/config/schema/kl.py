@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -17,7 +17,6 @@ PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats 
 
 class ControllerSection(Section):
     model_config = ConfigDict(extra="allow")
-    general: ClassVar[frozenset[str]] = frozenset()
 
     kind: Plugin = "adaptive"
     """A built-in controller, or a class as file.py:Class or module:Class; write its options beside this key."""
@@ -90,9 +89,6 @@ class CeilingSection(Section):
             raise ValueError(f"must be positive: {value:g}")
         return value
 
-    def nats(self, target: float) -> float:
-        return target * float(self.value[:-1]) if isinstance(self.value, str) else self.value
-
 
 def _or_null(schema: dict[str, Any]) -> None:
     """For editors: null is allowed and replaced before the types are checked."""
@@ -137,7 +133,8 @@ class KLSection(Section):
     @property
     def ceiling_value(self) -> float | None:
         """The ceiling in nats, in `unit`."""
-        return None if self.ceiling is None else self.ceiling.nats(self.target_value)
+        value = None if self.ceiling is None else self.ceiling.value
+        return self.target_value * float(value[:-1]) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -146,7 +143,9 @@ class KLSection(Section):
             problems.append(f"kl.target must be a number where kl.unit is {self.unit}: {self.target!r}")
         if self.placement == "rao_blackwell" and self.estimator != "exact":
             problems.append(f"kl.estimator must be 'exact' where kl.placement is rao_blackwell: {self.estimator!r}")
-        if self.ceiling is not None and self.ceiling.nats(self.target_value) <= self.target_value:
-            problems.append(f"kl.ceiling.value must be above kl.target ({self.target_value:g}): {self.ceiling.value}")
+        target = self.target_value
+        limit = self.ceiling_value
+        if self.ceiling is not None and limit is not None and limit <= target:
+            problems.append(f"kl.ceiling.value must be above kl.target ({target:g}): {self.ceiling.value}")
         refuse(*problems)
         return self

@@ -78,10 +78,6 @@ class TermSection(ScorerSection):
 
 class RewardSection(ScorerSection):
     named = ("model", SUM)
-    general: ClassVar[frozenset[str]] = frozenset(
-        {"normalize", "clip", "missing_eos_penalty", "length_penalty", "repetition_penalty", "time_limit", "gold"}
-    )
-
     kind: Plugin = "model"
     """model, a function as file.py:function or module:function with its options beside it, or sum."""
     terms: dict[Name, TermSection] | None = None
