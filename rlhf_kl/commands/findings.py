@@ -218,10 +218,9 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     """
     stream = setup.prompts
     order = sorted(range(len(stream)), key=lambda i: len(stream.table.ids[i]))[-stream.batch_size // stream.samples :]
-    longest = PromptStream(stream.table.pick(order), stream.batch_size, stream.seed, stream.samples)
-    endless = replace(setup.sampling, eos_ids=[-1])  # no token
-    trainer.rollouts.prompts = longest
-    trainer.rollouts.sampling = endless
+    longest = stream.table.pick(order)
+    trainer.rollouts.prompts = PromptStream(longest, stream.batch_size, stream.seed, stream.samples)
+    trainer.rollouts.sampling = replace(setup.sampling, eos_ids=[-1])  # no token
     with ui.waiting("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20)
@@ -325,9 +324,6 @@ def check_perplexity(perplexity: float, texts: Sequence[str], tokenizer: Any) ->
     counts = Counter(token for row in encode_all(tokenizer, texts, bos=False) for token in row)
     total = sum(counts.values())
     frequencies = math.exp(-sum(n / total * math.log(n / total) for n in counts.values()))  # exp of their entropy
-    message = (
-        f"held-out perplexity {perplexity:.2f} on {len(texts)} texts; token frequencies alone give {frequencies:.0f}"
-    )
-    return judged(
-        "eval", perplexity < frequencies, message, "texts in eval.texts like those that the policy has learned"
-    )
+    message = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
+    message += f"; token frequencies alone give {frequencies:.0f}"
+    return judged("eval", perplexity < frequencies, message, "texts in eval.texts like those that the policy writes")
