@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,23 +133,15 @@ def test_the_newest_run_of_the_working_directory(
     assert (done.out, done.err) == ("runs/new/report.html\nruns/old/report.html\n", "")
 
 
-@pytest.mark.slow
 def test_watch_follows_a_run_to_its_end(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], rlhf_kl: Cli
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run("running", metrics_rows([0.1] * 4), config={"ppo": {"total_episodes": 256}})
 
-    def finish() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if (folder / "report.html").exists() and 'http-equiv="refresh"' in (folder / "report.html").read_text():
-                break
-            time.sleep(0.05)
+    def finish(seconds: float) -> None:
+        assert 'http-equiv="refresh"' in (folder / "report.html").read_text()
         (folder / "summary.json").write_text('{"stopped_by": null}')
 
-    other = threading.Thread(target=finish)
-    other.start()
-    done = rlhf_kl("report", folder, "--watch", "--every", "1")
-    other.join()
-    assert done.code == 0
+    monkeypatch.setattr(time, "sleep", finish)
+    assert rlhf_kl("report", folder, "--watch", "--every", "1").code == 0
     assert "refresh" not in (folder / "report.html").read_text()
