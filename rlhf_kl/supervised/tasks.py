@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,14 +177,6 @@ class RewardTask(Task):
     def save(self, folder: Path) -> None:
         save_reward_model(self.reward, folder)
 
-    @abstractmethod
-    def scores_by_group(self) -> dict[str, Tensor]:
-        """Of the last evaluation: scores (N,) of each kind of row."""
-
-    def distribution(self) -> Figures:
-        """The histogram of the scores of the last evaluation."""
-        return {"histogram": histogram(self.scores_by_group())}
-
 
 class PairTask(RewardTask):
     """Both responses of a pair in one pass: the loss is -log sigmoid(score of chosen - score of rejected).
@@ -221,8 +212,9 @@ class PairTask(RewardTask):
         self.scores = torch.cat(ranks.parts(len(self.heldout), score), 1)  # (2, held-out pairs)
         return pair_figures(*self.scores)
 
-    def scores_by_group(self) -> dict[str, Tensor]:
-        return dict(zip(("chosen", "rejected"), self.scores, strict=True))
+    def distribution(self) -> Figures:
+        chosen, rejected = self.scores
+        return {"histogram": histogram({"chosen": chosen, "rejected": rejected})}
 
 
 class LabelTask(RewardTask):
@@ -236,11 +228,6 @@ class LabelTask(RewardTask):
         self.labels = torch.tensor([row.label for row in rows])
         fingerprint = texts_fingerprint(f"{row.label} {row.text}" for row in rows)
         super().__init__(reward, self.encoded, [len(row) for row in self.encoded], fingerprint)
-        for name, some in (("training", rows), ("held-out", self.heldout)):
-            if len(labels := {row.label for row in some}) == 1:
-                self.notes.append(
-                    f"all {len(some)} {name} texts have the label {labels.pop():g}: accuracy tells nothing"
-                )
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss in nats; `train/accuracy` counts right labels."""
@@ -260,5 +247,6 @@ class LabelTask(RewardTask):
         self.positive = torch.tensor([row.label > 0.5 for row in self.heldout])
         return label_figures(self.scores, self.positive)
 
-    def scores_by_group(self) -> dict[str, Tensor]:
-        return {"label 1": self.scores[self.positive], "label 0": self.scores[~self.positive]}
+    def distribution(self) -> Figures:
+        ones, zeros = self.scores[self.positive], self.scores[~self.positive]
+        return {"histogram": histogram({"label 1": ones, "label 0": zeros})}
