@@ -1,4 +1,4 @@
-"""Reward functions and controllers of a user's, over whole runs: secrets, state, threads."""
+"""Reward functions and controllers of a user's, over whole runs: secrets, columns, scores that are missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.log import read_jsonl
-from tests.runs import rows, unfinished
+from tests.runs import unfinished
 
 Cli = Callable[..., Any]
 SECRET = "sk-5e0b7c21d94f"
@@ -64,50 +64,6 @@ def test_a_secret_of_the_environment_reaches_no_file(
     outcome = rlhf_kl("train", "--config", keyed, "--output-dir", run, "--resume")
     assert outcome.code == 2
     assert "reward.api_key: the environment variable MY_KEY is not set" in outcome.err
-
-
-# ---- state ----
-
-# Scores depend on everything that was scored before.
-DRIFTING = """
-class Drifting:
-    def __init__(self, rate: float = 0.5):
-        self.mean, self.rate = 0.0, rate
-
-    def __call__(self, prompts, responses):
-        scores = [response.count("a") / 8 + 0.3 * len(response) for response in responses]
-        given = [score - self.mean for score in scores]
-        self.mean += self.rate * (sum(scores) / len(scores) - self.mean)
-        return given
-
-    def state_dict(self):
-        return {"mean": self.mean}
-
-    def load_state_dict(self, state):
-        self.mean = state["mean"]
-"""
-EVERYWHERE = (
-    "reward={{kind: sum, terms: {{a: {{kind: '{own}:Drifting'}}, b: {{kind: '{own}:Drifting', rate: 1}}}}}}",
-    "reward.gold={own}:Drifting",
-)
-
-
-def test_scorers_states_are_kept_by_a_checkpoint_and_not_moved_by_evaluations(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
-    """The resumed run is evaluated more often."""
-    (tmp_path / "own.py").write_text(DRIFTING)
-    settings = [setting.format(own=tmp_path / "own.py") for setting in EVERYWHERE]
-    whole, crashed = tmp_path / "whole", tmp_path / "crashed"
-    train(whole, *settings, "eval.every=6")
-    unfinished(whole, crashed, kept=4)
-    train(crashed, *settings, "eval.every=1", resume=True)
-    found, others = (
-        [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows(folder)]
-        for folder in (whole, crashed)
-    )
-    assert found == others
-    assert len({row["objective/gold"] for row in found[:6]}) == 6
 
 
 # ---- columns of the data set

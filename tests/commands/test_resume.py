@@ -66,7 +66,12 @@ class Drawing:
 RUNS = {  # what is called when the run dies, at which call, and the run
     "update": (PPOTrainer, "backward", 9, ["ppo.lr_schedule=adaptive", "ppo.learning_rate=0.05", "kl.target=0.05"]),
     "checkpoint": (Run, "_write", 2, ["policy.value=head", "policy.lora={r: 4, alpha: 8.0}"]),
-    "rollout": (Rollouts, "sample", 4, ["ppo.advantage=rloo", "rollout.samples_per_prompt=4", "reward.kind={draws}"]),
+    "rollout": (
+        Rollouts,
+        "sample",
+        4,
+        ["ppo.advantage=rloo", "rollout.samples_per_prompt=4", "reward={{kind: '{draws}', gold: '{draws}'}}"],
+    ),
 }
 
 
@@ -99,17 +104,19 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.quick
-def test_one_seed_is_one_run_and_an_evaluation_does_not_disturb_it(
-    train: Train, tiny_run: Path, tmp_path: Path
-) -> None:
-    train(tmp_path / "often", "eval.every=1")
+def test_one_seed_is_one_run_and_an_evaluation_does_not_disturb_it(train: Train, tmp_path: Path) -> None:
+    """Its scores are random, and depend on what was scored before."""
+    (tmp_path / "draws.py").write_text(DRAWS)
+    settings = [f"reward.{key}={tmp_path}/draws.py:Drawing" for key in ("kind", "gold")]
+    for often in (1, 6):
+        train(tmp_path / f"every {often}", *settings, f"eval.every={often}")
     runs = [
-        [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows(folder)]
-        for folder in (tiny_run, tmp_path / "often")
+        [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows(tmp_path / f"every {often}")]
+        for often in (1, 6)
     ]
     assert runs[0] == runs[1]
-    train(tmp_path / "other", "run.seed=1", "ppo.total_episodes=16")
-    assert rows(tmp_path / "other")[0] != rows(tiny_run)[0]
+    train(tmp_path / "other", *settings, "run.seed=1", "ppo.total_episodes=16")
+    assert rows(tmp_path / "other")[0] != rows(tmp_path / "every 1")[0]
 
 
 def test_other_content_under_the_same_name_is_refused(
