@@ -28,7 +28,7 @@ def on_this_machine(config: C, *, stored: bool = False) -> C:
     bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32. `stored`: to read a run,
     whose bfloat16 counts as auto, or a lone model; a log line tells a type that is neither the run's nor float32.
     """
-    if config.run.dtype not in ("auto", *["bfloat16"] * stored):
+    if config.run.dtype != "auto" and not (stored and config.run.dtype == "bfloat16"):
         return config
     import torch
 

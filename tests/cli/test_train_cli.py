@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlhf_kl.run.log import read_jsonl
+from tests.runs import rows
 
 if TYPE_CHECKING:
     from rlhf_kl.build.world import World
@@ -67,9 +68,9 @@ def test_the_run_folder(smoke: tuple[Path, Any]) -> None:
 
 
 def test_every_row_has_every_key(smoke: tuple[Path, Any]) -> None:
-    rows = read_jsonl(smoke[0] / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row in rows[:3]:
+    found = read_jsonl(smoke[0] / "metrics.jsonl")
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    for row in found[:3]:
         assert row.keys() >= ROW_KEYS
         assert row["episodes"] == 16 * row["step"]
         assert row["objective/gold"] is not None
@@ -78,10 +79,10 @@ def test_every_row_has_every_key(smoke: tuple[Path, Any]) -> None:
         assert row["kl/error"] == pytest.approx(row["kl/token"] / row["kl/target"] - 1)
         shaped = row["objective/scores_shaped"] - row["kl/coef"] * row["kl/sequence"]
         assert row["objective/rlhf_reward"] == pytest.approx(shaped)
-    assert [row["kl/coef"] for row in rows[1:3]] == [row["kl/coef_next"] for row in rows[:2]]
-    assert rows[0]["kl/token"] == pytest.approx(0.0, abs=1e-5)
-    assert rows[2]["kl/token"] > 0
-    assert ["eval/perplexity" in row and "eval/scores" in row for row in rows] == [True, False, False, True]
+    assert [row["kl/coef"] for row in found[1:3]] == [row["kl/coef_next"] for row in found[:2]]
+    assert found[0]["kl/token"] == pytest.approx(0.0, abs=1e-5)
+    assert found[2]["kl/token"] > 0
+    assert ["eval/perplexity" in row and "eval/scores" in row for row in found] == [True, False, False, True]
 
 
 def test_the_summary(smoke: tuple[Path, Any]) -> None:
@@ -122,9 +123,7 @@ def test_the_resolved_config_repeats_the_run(smoke: tuple[Path, Any], rlhf_kl: C
     folder, _ = smoke
     again = tmp_path / "again"
     assert rlhf_kl("train", "--config", folder / "config.yaml", "--output-dir", again, "--quiet").code == 0
-    for row, twin in zip(*(read_jsonl(f / "metrics.jsonl") for f in (folder, again)), strict=True):
-        for key in row:
-            assert key.startswith(("time/", "perf/")) or row[key] == twin[key], key
+    assert rows(again) == rows(folder)
 
 
 # ---- a folder that holds a run ----

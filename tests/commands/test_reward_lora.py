@@ -84,13 +84,9 @@ def test_plain_peft_and_transformers_score_the_same(run: Path, tiny_folder: Path
                 assert float(model(input_ids=ids).logits) == pytest.approx(score, abs=1e-4)
 
 
-def test_train_takes_it_as_its_reward_model(run: Path, tiny_settings: dict[str, Any], rlhf_kl: Cli) -> None:
-    file = run.parent / "ppo.yaml"
-    reward = {"kind": "model", "model": str(run / "final")}
-    value = tiny_settings["policy"] | {"value": "separate"}  # which starts from the reward model
-    file.write_text(yaml.safe_dump(tiny_settings | {"reward": reward, "policy": value}))
-    outcome = rlhf_kl("train", "--config", file, "--output-dir", run.parent / "ppo", "--quiet")
-    assert outcome.code == 0, outcome.err
+def test_train_takes_it_as_its_reward_model(run: Path, train: Callable[..., Any]) -> None:
+    # A separate value function starts from the reward model.
+    train(run.parent / "ppo", f"reward={{kind: model, model: '{run}/final'}}", "policy.value=separate")
     found = rows(run.parent / "ppo")
     samples = list(read_jsonl(run.parent / "ppo" / "samples.jsonl"))[:8]
     again = Loader().reward_model(str(run / "final"), "reward", ScorerSection())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from rlhf_kl.commands.loop import run_train
@@ -208,18 +207,15 @@ def test_the_terms_of_a_sum_are_logged_one_by_one(train: Train, tmp_path: Path, 
 
 @pytest.mark.parametrize("value", ["features", "separate"])
 def test_a_policy_can_draw_ids_that_the_reward_model_lacks(
-    rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tiny_reward_folder: Path, tmp_path: Path, value: str
+    train: Train, tiny_settings: dict[str, Any], tiny_reward_folder: Path, tmp_path: Path, value: str
 ) -> None:
     """Vocabularies are often padded: the reward model is read through its texts, and the critic through the policy."""
     model = load_causal_lm(tiny_settings["policy"]["model"])
     model.resize_token_embeddings(64, mean_resizing=False)
     save_model(model, load_tokenizer(tiny_settings["policy"]["model"]), tmp_path / "padded")
-    settings = tiny_settings | {"policy": {"model": str(tmp_path / "padded"), "value": value}}
-    settings |= {"reward": {"model": str(tiny_reward_folder), "missing_eos_penalty": 0.0}}
-    settings |= {"ppo": tiny_settings["ppo"] | {"total_episodes": 32}}
-    (tmp_path / "padded.yaml").write_text(yaml.safe_dump(settings))
-    outcome = rlhf_kl("train", "--config", tmp_path / "padded.yaml", "--output-dir", tmp_path / "run", "--quiet")
-    assert outcome.code == 0, outcome.err
+    policy = (f"policy.model='{tmp_path}/padded'", f"policy.value={value}")
+    reward = f"reward={{kind: model, model: '{tiny_reward_folder}'}}"
+    assert train(tmp_path / "run", *policy, reward, "ppo.total_episodes=32")["steps"] == 2
 
 
 # ---- advantages from several responses to one prompt
