@@ -66,7 +66,8 @@ def prepare_training(
         if note:
             log.info(note)
     else:
-        scores, shaping = ReferenceScores(**saved["reference_scores"]), ScoreShaping(**saved["shaping"])
+        scores = ReferenceScores(**saved["reference_scores"])
+        shaping = ScoreShaping(**saved["shaping"])
         coef = saved["coef"]
     clock = Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
@@ -130,7 +131,9 @@ def sample_references(
     config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
 ) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
-    drawn, size, seed = list[ReferenceSamples](), max(1, config.rollout.batch_size // ranks.count), config.run.seed
+    drawn = list[ReferenceSamples]()
+    size = max(1, config.rollout.batch_size // ranks.count)
+    seed = config.run.seed
 
     def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:
         def batches() -> Iterator[tuple[Responses, Sampled]]:

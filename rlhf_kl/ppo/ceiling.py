@@ -90,7 +90,8 @@ class Ceiling:
         reference has another architecture. `limit` in nats of the target's unit, None = no update is shortened; then
         the KL after an update is measured where `measures`.
         """
-        self.parameters, self.reference = list(parameters), reference
+        self.parameters = list(parameters)
+        self.reference = reference
         self.read_kl, self.limit, self.measures = read_kl, limit, measures
         self.forecast = KLForecast(limit or 1.0)
 

@@ -78,7 +78,8 @@ class AdaptiveRate:
         return {}
 
     def _change(self, by: float, why: str) -> dict[str, Any]:
-        before, self.factor = self.factor, min(max(self.factor * by, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
+        before = self.factor
+        self.factor = min(max(self.factor * by, FACTOR_BOUNDS[0]), FACTOR_BOUNDS[1])
         self.seen = []
         if self.factor != before:
             self.stuck = False
@@ -91,7 +92,8 @@ class AdaptiveRate:
         return {"factor": self.factor, "seen": [list(pair) for pair in self.seen], "stuck": self.stuck}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.factor, self.seen = float(state["factor"]), [(x, cut) for x, cut in state["seen"]]
+        self.factor = float(state["factor"])
+        self.seen = [(x, cut) for x, cut in state["seen"]]
         self.stuck = bool(state["stuck"])
 
 
@@ -115,7 +117,8 @@ class LearningRate:
 
         `update_kl` and `growth`: see `AdaptiveRate.observe`.
         """
-        before, facts = self(step), {}
+        before = self(step)
+        facts = {}
         if self.adaptive is not None:
             facts = self.adaptive.observe(step, move, update_kl=update_kl, spent=self.controller.spent, growth=growth)
         self.controller.change_rate(self(step + 1) / before)
