@@ -147,7 +147,8 @@ class World:
         title = f"building {self.spec.name}: {part}"
         log.info(f"{len(task)} rows, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
         with ui.progress(title, trainer.steps) as advance:
-            for _ in trainer.train():
+            for step in range(1, trainer.steps + 1):
+                trainer.step(step)
                 advance(1)
                 for alert in worded(trainer.facts):
                     log.warning(f"{title}: {alert}")

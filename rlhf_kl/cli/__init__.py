@@ -137,9 +137,7 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> str:
     elif extra and command in TAKES:
         hint = f"did you mean {TAKES[command]} {extra[1]}?"
     elif extra and command in TRAINING:
-        hint = f"did you mean --set {extra[1]}?" if "=" in extra[1] else "a flag such as --resume takes no value"
-    elif command in ("show", "validate", "schema"):
-        hint = f"did you mean {path} config {command}?"
+        hint = f"did you mean --set {extra[1]}?" if "=" in extra[1] else ""
     return f"{message}; {hint} (see {path} --help)" if hint else f"{message}; see {path} --help"
 
 

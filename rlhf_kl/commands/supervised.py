@@ -49,11 +49,10 @@ def train_to_the_end(trainer: SupervisedTrainer, run: Run) -> dict[str, Any]:
     ranks = run.ranks
     with ui.progress(run.kind.replace("-", " "), trainer.steps) as advance:
         advance(run.next_step - 1)
-        rows = trainer.train(run.next_step)
         for step in run.steps(trainer.steps):
             began = time.perf_counter()
             figures = trainer.task.evaluate(ranks) if (step - 1) % run.config.eval.every == 0 else {}
-            row = next(rows) | figures
+            row = trainer.step(step) | figures
             row["time/step_s"] = time.perf_counter() - began
             if alerts := worded(trainer.facts):
                 row["alerts"] = alerts

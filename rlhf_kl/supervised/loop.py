@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,13 +71,8 @@ class SupervisedTrainer:
         """Whether more steps in a row were skipped than the settings allow."""
         return self.skipped >= self.settings.max_skipped
 
-    def train(self, start: int = 1) -> Iterator[dict[str, Any]]:
-        """Yields a row of figures after each step; `start` is the first step to run (resume)."""
-        for step in range(start, self.steps + 1):
-            yield self.step(step) | {"step": step}
-
     def step(self, step: int) -> dict[str, Any]:
-        """One optimizer step."""
+        """One optimizer step, of which the first is 1; returns its figures."""
         settings, ranks = self.settings, self.ranks
         batch = self.batch(step)
         # In the middle of the step, so that the first step of a warm-up does not have rate 0.
@@ -89,6 +84,7 @@ class SupervisedTrainer:
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         self.facts = {"step-skipped": {}} if self.skipped else {}
         return {name: value / weight for name, value in sums.items()} | {
+            "step": step,
             "train/grad_norm": norm,
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
         }

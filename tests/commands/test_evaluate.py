@@ -14,7 +14,7 @@ import pytest
 from rlhf_kl.commands.evaluate import evaluate as command
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
@@ -37,7 +37,9 @@ def problem(**options: Any) -> str:
     return str(caught.value)
 
 
-def test_any_model_on_any_texts(tiny_folder: Path, tiny_data: Any, tmp_path: Path) -> None:
+def test_any_model_on_any_texts_and_a_reference_beside_it(
+    tiny_folder: Path, tiny_run: Path, tiny_data: Any, tmp_path: Path
+) -> None:
     found = evaluate(model=str(tiny_folder), texts=str(tiny_data.texts))
     assert found.keys() == TEXT_KEYS
     texts = [row["text"] for row in read_jsonl(tiny_data.texts)]
@@ -45,15 +47,11 @@ def test_any_model_on_any_texts(tiny_folder: Path, tiny_data: Any, tmp_path: Pat
     direct = perplexity_of([text_sums(LM(load_causal_lm(folder)), load_tokenizer(folder), texts)])
     assert found["perplexity"] == pytest.approx(direct.perplexity)
     assert found["documents"] == len(texts)
+    beside = evaluate(model=str(tiny_run / "final"), reference=folder, texts=str(tiny_data.texts))
+    assert beside["reference"] == found
+    assert beside["perplexity"] != found["perplexity"]
     (tmp_path / "x.csv").write_text("body\nabcd\n")
     assert evaluate(model=str(tiny_folder), texts=str(tmp_path / "x.csv"), column="body")["tokens"] == 4
-
-
-def test_a_reference_stands_beside_it(tiny_folder: Path, tiny_run: Path, tiny_data: Any) -> None:
-    found = evaluate(model=str(tiny_run / "final"), reference=str(tiny_folder), texts=str(tiny_data.texts))
-    alone = evaluate(model=str(tiny_folder), texts=str(tiny_data.texts))
-    assert found["reference"] == alone
-    assert found["perplexity"] != alone["perplexity"]
 
 
 def test_a_run_agrees_with_its_own_last_evaluation(tiny_run: Path) -> None:
@@ -95,10 +93,14 @@ def test_a_checkpoint_is_the_policy_after_its_update(tiny_run: Path, tmp_path: P
     assert "no such checkpoint" in problem(run=tiny_run, checkpoint=5)
 
 
-def test_an_unfinished_run_is_its_newest_checkpoint(tiny_run: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_its_newest_checkpoint_and_may_have_another_reference(
+    tiny_run: Path, tmp_path: Path, letters: Any, new_model: Callable[..., Any]
+) -> None:
+    save_model(new_model(seed=9, spread=0.2), letters, tmp_path / "other")
     copy = Path(shutil.copytree(tiny_run, tmp_path / "copy"))
     shutil.rmtree(copy / "final")
     assert evaluate(run=copy) == evaluate(run=tiny_run)
+    assert evaluate(run=copy, reference=str(tmp_path / "other"))["kl_token"] > 0.01
     shutil.rmtree(copy / "checkpoints")
     assert "neither a final model nor a checkpoint" in problem(run=copy)
 
@@ -112,12 +114,3 @@ def test_the_newest_run_where_none_is_named(tiny_run: Path, tmp_path: Path, monk
         os.utime(copy / "config.yaml", (at, at))
     shutil.rmtree(tmp_path / "runs" / "older" / "final")
     assert evaluate() == evaluate(run=tiny_run)
-
-
-def test_another_reference_for_a_run(
-    tiny_run: Path, tmp_path: Path, letters: Any, new_model: Callable[..., Any]
-) -> None:
-    from rlhf_kl.models.load import save_model
-
-    save_model(new_model(seed=9, spread=0.2), letters, tmp_path / "other")
-    assert evaluate(run=tiny_run, reference=str(tmp_path / "other"))["kl_token"] > 0.01

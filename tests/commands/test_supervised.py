@@ -129,5 +129,5 @@ def test_labelled_texts_make_a_classifier(supervised: Run, tmp_path: Path) -> No
     scorer = RewardModel(
         load_reward_model(str(tmp_path / "run" / "final")), load_tokenizer(str(tmp_path / "run" / "final"))
     )
-    with_it, without = scorer(["", ""], ["cab", "cdb"]).tolist()
+    with_it, without = scorer.score(["", ""], ["cab", "cdb"]).tolist()
     assert with_it > 0 > without  # the log-odds of label 1

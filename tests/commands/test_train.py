@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -87,11 +86,11 @@ def test_a_run_that_cannot_start_overwrites_nothing(train: Train, tiny_run: Path
         assert path.read_bytes() == content
     (run / ".final.99.tmp").mkdir()  # a process was killed while it wrote another
     (run / "tensorboard").mkdir()
-    (run / "tensorboard" / "events.old").touch()
+    (run / "tensorboard" / "events.out.tfevents.old").touch()
     summary = train(run, "ppo.total_episodes=16", overwrite=True)
     assert summary["steps"] == 1
     assert not list(run.glob(".final.*"))
-    assert not (run / "tensorboard" / "events.old").exists()
+    assert not (run / "tensorboard" / "events.out.tfevents.old").exists()
     assert [c.step for c in checkpoints(run / "checkpoints")] == [1]
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert {sample["step"] for sample in rows(run, "samples.jsonl")} == {1, 2}  # the last: held out
@@ -110,22 +109,6 @@ def test_a_ceiling_that_stops_keeps_its_checkpoint(train: Train, tmp_path: Path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert "above the ceiling" in summary["stopped_by"]
     assert not (tmp_path / "run" / "final").exists()
-
-
-@pytest.mark.quick
-def test_a_ceiling_that_rolls_back_says_so_and_raises_beta(train: Train, tmp_path: Path) -> None:
-    overrides = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
-    train(tmp_path / "run", *overrides, "kl.controller={kind: fixed, coef: 0.1}", "checkpoint={every: 2, keep: 1}")
-    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [0, 6]  # the start stays to go back to
-    found = rows(tmp_path / "run")[:-1]
-    above = [row for row in found if row["kl/token"] > 0.004]
-    assert above
-    for row in found:
-        assert any("rolled-back" in alert for alert in row["alerts"]) == (row in above)
-        assert (row["kl/coef_next"] > row["kl/coef"]) == (row in above)
-    for row, after in itertools.pairwise(found):
-        if row in above:
-            assert after["kl/token"] <= 0.004
 
 
 REWARDS = """
@@ -153,7 +136,10 @@ def test_what_cannot_be_trained_is_refused_and_leaves_the_folder_free(
     for words, changes in REFUSED.items():
         with pytest.raises(InputError, match=words):
             train(tmp_path / "run", *(change.format(tmp_path) for change in changes))
-    train(tmp_path / "run", "ppo.total_episodes=16")
+    # Equal scores are no error where no scale is needed; all rounds of reference samples are drawn before that.
+    equal = ("reward.letter=z", "reward.normalize=false", "reward.missing_eos_penalty=0", "kl.controller.coef=auto")
+    summary = train(tmp_path / "run", *equal, "ppo.total_episodes=16")
+    assert (summary["reference"]["samples"], summary["steps"], summary["starting_coef"]) == (4 * 64, 1, 0.1)
 
 
 def test_a_separate_value_function_starts_from_the_reward_model_and_is_saved_beside_the_policy(
@@ -166,13 +152,6 @@ def test_a_separate_value_function_starts_from_the_reward_model_and_is_saved_bes
     names = load_file(tmp_path / "run" / "final" / "value.safetensors")
     assert any(name.startswith("value.trunk.") for name in names)
     assert "value.head.weight" in names
-
-
-def test_equal_scores_are_no_error_where_no_scale_is_needed(train: Train, tmp_path: Path) -> None:
-    """All rounds of reference samples are drawn before that."""
-    changes = ("reward.letter=z", "reward.normalize=false", "reward.missing_eos_penalty=0", "kl.controller.coef=auto")
-    summary = train(tmp_path / "run", *changes, "ppo.total_episodes=16")
-    assert (summary["reference"]["samples"], summary["steps"], summary["starting_coef"]) == (4 * 64, 1, 0.1)
 
 
 def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm_up(

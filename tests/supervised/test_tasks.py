@@ -106,7 +106,8 @@ def figures(reward: RewardModel, pairs: list[Pair]) -> dict[str, float]:
 
 def test_it_learns_to_prefer_a_letter_in_texts_it_has_not_seen(reward: RewardModel) -> None:
     settings = RewardModelSection(epochs=15.0, batch_size=10, microbatch_size=5, learning_rate=3e-3)
-    rows = list(SupervisedTrainer(PairTask(reward, PAIRS), settings, 0).train())
+    trainer = SupervisedTrainer(PairTask(reward, PAIRS), settings, 0)
+    rows = [trainer.step(step) for step in range(1, trainer.steps + 1)]
     assert rows[-1]["train/loss"] < 0.2 < rows[0]["train/loss"]
     assert rows[-1]["train/accuracy"] == 1.0
     assert figures(reward, UNSEEN)["eval/accuracy"] == 1.0
