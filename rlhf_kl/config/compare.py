@@ -47,8 +47,6 @@ class CompareConfig(Section):
         for name, fragment in self.variants.items():
             if not NAME.fullmatch(name):
                 problems.append(f"variants: a name has letters, digits and ._+- only: {name!r}")
-            if "extends" in (fragment or {}):
-                problems.append(f"variants.{name}.extends: all variants start from `base`")
             taken = sorted({"name", "seed", "output_dir"} & inner(fragment or {}, "run").keys())
             problems += [f"variants.{name}.run.{key}: set by the program, remove it" for key in taken]
         refuse(*problems)
@@ -86,11 +84,6 @@ def compare_schema() -> dict[str, Any]:
     schema = CompareConfig.model_json_schema()
     schema["properties"]["variants"]["additionalProperties"] = {"$ref": "train.json"}
     return schema
-
-
-def is_compare_config(path: Path) -> bool:
-    """Whether the file has variants."""
-    return "variants" in read_yaml(path)
 
 
 def load_compare(file: str | Path, *arguments: Any, **options: Any) -> ComparePlan:
