@@ -71,6 +71,9 @@ def prepare_training(
         coef = saved["coef"]
     clock = Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
+    with contextlib.suppress(InputError):
+        solved, doubt = solved_coef(config, scores)
+        trainer.controller.solved = None if doubt else solved
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, clock)
 
@@ -175,8 +178,14 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
 def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
     """The starting beta and a note: the config's, or the beta at which tilted reference samples have the target KL."""
     written = config.kl.controller.coef
-    if not isinstance(written, str):
-        return written, ""
+    return solved_coef(config, scores) if isinstance(written, str) else (written, "")
+
+
+def solved_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
+    """The beta at which tilted reference samples have the target KL, and a note where they do not tell it.
+
+    Errors: InputError as `ReferenceScores.solve`.
+    """
     estimator = ADVANTAGES[config.ppo.advantage]
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
     coef, note = scores.solve(budget, scaled=estimator.options(config.ppo).get("scale_by_group_std", False))

@@ -38,6 +38,7 @@ def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
         "kl/ceiling": config.kl.ceiling_value,
         "kl/backtrack_factor": move.factor,
         "kl/pulled_back": float(move.pulled_back),
+        "kl/scale": move.scale,
         "kl/after_update": move.kl_after,
     }
 

@@ -122,9 +122,10 @@ class PPOTrainer:
             seen = move.kl_before, move.kl_after, move.kl_uncut
             update.facts |= self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
             update.coef_next = self.controller.beta
-            growth = update.coef_next / coef if coef else 1.0
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * rollout.tokens_per(unit)
-            update.facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the rate
+            update.facts |= self.rate.update(step, move, update_kl)  # 6. pace the way by the learning rate
+            if self.ceiling.reference is not None:
+                update.move = self.ceiling.scale(move, self.controller.scale())  # 7. end an overshoot at once
         return update
 
     def optimize(self, update: Update, targets: Targets, step: int) -> None:
