@@ -47,6 +47,8 @@ class CompareConfig(Section):
         for name, fragment in self.variants.items():
             if not NAME.fullmatch(name):
                 problems.append(f"variants: a name has letters, digits and ._+- only: {name!r}")
+            if "extends" in (fragment or {}):
+                problems.append(f"variants.{name}.extends: all variants start from `base`")
             taken = sorted({"name", "seed", "output_dir"} & inner(fragment or {}, "run").keys())
             problems += [f"variants.{name}.run.{key}: set by the program, remove it" for key in taken]
         refuse(*problems)
