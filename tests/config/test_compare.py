@@ -51,7 +51,7 @@ def test_every_variant_with_every_seed_pairs_first(write: Callable[..., Path], t
         ({"variants": {}}, "variants must name at least one"),
         ({"variants": {"a/b": {}}}, "a name has letters, digits and ._+- only: 'a/b'"),
         ({"variants": {"a": {"run": {"seed": 1}}}}, "variants.a.run.seed: set by the program, remove it"),
-        ({"variants": {"a": {"extends": "x"}}}, "variants.a: extends: unknown key"),
+        ({"variants": {"a": {"extends": "x"}}}, "variants.a.extends: all variants start from `base`"),
         ({"variants": {"a": {"kl": {"tarmet": 1}}}}, "variants.a: kl.tarmet: unknown key; did you mean kl.target?"),
         ({"variants": {"a": {}, "b": None}}, "variants: a and b are the same run"),
     ],
