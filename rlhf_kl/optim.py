@@ -62,7 +62,7 @@ def usual_learning_rate(parameters: int, *, adapter: bool) -> float:
 def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
     """Factor of the learning rate at `progress` in [0, 1]: constant, linear to 0, or half a cosine to 0.
 
-    `adaptive` is linear here: its adaptive factor is separate (`AdaptiveRate`).
+    `adaptive` is linear here: its adaptive factor is separate (`PacedRate`).
     """
     if warmup > 0 and progress < warmup:
         return progress / warmup

@@ -77,14 +77,17 @@ class Setup:
 
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     """Load everything that the config names, what takes longest last, and refuse what cannot work."""
-    loader, dtype = Loader.for_run(config.run, device), compute_dtype(config.run.dtype)
+    loader = Loader.for_run(config.run, device)
+    dtype = compute_dtype(config.run.dtype)
     check_named(config, download=True)
-    files, held = with_files(config, ("data", "eval")), config.eval
+    files = with_files(config, ("data", "eval"))
+    held = config.eval
     rows = loader.prompts(files.data, files.eval)
     texts = loader.texts(files.eval.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
     config = with_files(config)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
-    model, tokenizer = loaded.model.to(device), loaded.tokenizer
+    model = loaded.model.to(device)
+    tokenizer = loaded.tokenizer
     reference, is_initial_policy = build_reference(config, loader, loaded)
     scorers = loader.scorers(config.reward)
     train, kept = build_prompts(config, rows, model, tokenizer)
@@ -115,7 +118,9 @@ def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
 
 def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tuple[LM, bool]:
     """The frozen model that the KL is measured to (of an adapter no copy), and whether the policy starts as it."""
-    ref, policy, dtype = config.reference.model, loaded.model, compute_dtype(config.run.dtype)
+    ref = config.reference.model
+    policy = loaded.model
+    dtype = compute_dtype(config.run.dtype)
     with blame("reference.model"):
         folder = loaded.folder if ref is None else loader.folder(ref)
         is_base = loaded.began_as_adapter and folder == loader.folder(adapter_base(loaded.folder))
@@ -134,7 +139,8 @@ def build_prompts(
     config: TrainConfig, read: Sequence[list[PromptRow]], policy: Any, tokenizer: Any
 ) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
-    context, new = context_length(policy), config.rollout.max_new_tokens
+    context = context_length(policy)
+    new = config.rollout.max_new_tokens
     if context is not None and new >= context:
         raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
     room = None if context is None else context - new
@@ -165,7 +171,9 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
 
     A separate model starts from the reward model if that reads the policy's tokens, else from the policy.
     """
-    policy, device, dtype = setup.policy, setup.policy.device, compute_dtype(config.run.dtype)
+    policy = setup.policy
+    device = setup.policy.device
+    dtype = compute_dtype(config.run.dtype)
     if config.critic is None:
         return ActorCritic(policy)
     if config.critic == "features":
@@ -181,7 +189,8 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
         head = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
     else:
         model = copy.deepcopy(policy.model)
-        trunk, head = (model.unload() if has_adapter(model) else model).base_model, zero_head(hidden_size)
+        trunk = (model.unload() if has_adapter(model) else model).base_model
+        head = zero_head(hidden_size)
     for parameter in trunk.float().parameters():  # frozen ones may be stored in another dtype
         parameter.requires_grad_(True)
     return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))

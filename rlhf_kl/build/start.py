@@ -66,10 +66,14 @@ def prepare_training(
         if note:
             log.info(note)
     else:
-        scores, shaping = ReferenceScores(**saved["reference_scores"]), ScoreShaping(**saved["shaping"])
+        scores = ReferenceScores(**saved["reference_scores"])
+        shaping = ScoreShaping(**saved["shaping"])
         coef = saved["coef"]
     clock = Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
+    with contextlib.suppress(InputError):
+        solved, doubt = solved_coef(config, scores)
+        trainer.controller.solved = None if doubt else solved
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, clock)
 
@@ -130,7 +134,9 @@ def sample_references(
     config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
 ) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
-    drawn, size, seed = list[ReferenceSamples](), max(1, config.rollout.batch_size // ranks.count), config.run.seed
+    drawn = list[ReferenceSamples]()
+    size = max(1, config.rollout.batch_size // ranks.count)
+    seed = config.run.seed
 
     def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:
         def batches() -> Iterator[tuple[Responses, Sampled]]:
@@ -172,8 +178,14 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
 def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
     """The starting beta and a note: the config's, or the beta at which tilted reference samples have the target KL."""
     written = config.kl.controller.coef
-    if not isinstance(written, str):
-        return written, ""
+    return solved_coef(config, scores) if isinstance(written, str) else (written, "")
+
+
+def solved_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
+    """The beta at which tilted reference samples have the target KL, and a note where they do not tell it.
+
+    Errors: InputError as `ReferenceScores.solve`.
+    """
     estimator = ADVANTAGES[config.ppo.advantage]
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
     coef, note = scores.solve(budget, scaled=estimator.options(config.ppo).get("scale_by_group_std", False))

@@ -28,15 +28,16 @@ def show(file: File, sets: Set = None) -> None:
 @app.command(cls=Command)
 def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
     """Check a config and list all of its problems. It runs none of the code that the config names."""
-    from rlhf_kl.config.compare import is_compare_config, load_compare
+    from rlhf_kl.config.compare import load_compare
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.paths import find_config
     from rlhf_kl.config.plugins import plugin_notes, plugins_of
     from rlhf_kl.config.schema import AnyConfig
+    from rlhf_kl.config.yaml import read_yaml
 
     configs, problems = list[AnyConfig](), list[str]()
     with collected(problems):
-        if is_compare_config(find_config(file)):
+        if "variants" in read_yaml(find_config(file)):
             configs += [run.config for run in load_compare(file, sets or []).runs]
         else:
             configs.append(load_config(None, file, sets or []))

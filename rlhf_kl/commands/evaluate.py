@@ -115,10 +115,10 @@ def evaluate(
         return
     from rich.console import Console
 
-    from rlhf_kl.report.texts import TITLE, text_table
+    from rlhf_kl.report.texts import TITLE, answers
 
     print(_table(figures))
-    Console(highlight=False).print(text_table(figures.get("texts", []), TITLE))
+    Console(highlight=False).print(answers(figures.get("texts", []), TITLE))
 
 
 def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> dict[str, Any]:

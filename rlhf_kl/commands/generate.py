@@ -119,13 +119,13 @@ def generate(
         return
     from rich.console import Console
 
-    from rlhf_kl.report.texts import text_table
+    from rlhf_kl.report.texts import answers
 
     texts = [{"prompt": row["prompt"], "policy": [row | {"text": row["response"]}]} for row in rows]
     for shown, row in zip(texts, rows, strict=True):
         if with_reference:
             shown["reference"] = {"text": row["reference"], "score": row.get("reference_score")}
-    Console(highlight=False).print(text_table(texts, "KL in nats per response:" if with_reference else ""))
+    Console(highlight=False).print(answers(texts, "KL in nats per response:" if with_reference else ""))
 
 
 def _prompts(

@@ -51,14 +51,14 @@ def train(
     ui.start(quiet)
     with ui.waiting("loading torch"):
         from rlhf_kl.commands.loop import run_train
-        from rlhf_kl.report.texts import TITLE, held_out_texts, text_table
+        from rlhf_kl.report.texts import TITLE, answers, held_out_texts
         from rlhf_kl.run.log import encode_json
 
     summary = train_command(run_train, settings, resume=resume, overwrite=overwrite, merge=merge)
     if summary and as_json:
         print(encode_json(summary, indent=2).decode())
     elif summary:
-        texts = text_table(held_out_texts(Path(settings.run.output_dir)), TITLE)
+        texts = answers(held_out_texts(Path(settings.run.output_dir)), TITLE)
         ui.print_summary(*train_closing(summary, settings), texts)
 
 

@@ -88,11 +88,6 @@ def compare_schema() -> dict[str, Any]:
     return schema
 
 
-def is_compare_config(path: Path) -> bool:
-    """Whether the file has variants."""
-    return "variants" in read_yaml(path)
-
-
 def load_compare(file: str | Path, *arguments: Any, **options: Any) -> ComparePlan:
     """`plan_comparison` of a file (`find_config`)."""
     path = find_config(file)

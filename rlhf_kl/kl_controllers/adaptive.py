@@ -27,10 +27,14 @@ JUMP_DEVIATIONS = 4.0  # standard deviations, where the noise is larger
 FARTHEST = 100.0  # larger KLs are treated as equal
 RESTRAINT = 0.03  # cost of a change of log beta by 1, relative to a step error in paces
 SHRINKAGE = 0.3  # of a gap to the target that is small beside its own uncertainty
-SPENT = 0.95  # share of the pace: above it, a lower beta has no further effect
 CANDIDATES = 61  # changes of log beta that are compared
 GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; if the bounds are wider than the points cover, the steps are longer
-PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta
+PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta,
+SOLVED_SPREAD = 0.7  # and around that of a beta that was solved from samples
+SPENT = 0.95  # share of the pace: above it, a lower beta has no further effect
+EFFECT = 0.8  # of log beta around the believed log b where a solved beta is known: farther away it hardly matters
+FAR = 0.6  # of x: below it the drive is saturated, so that a step tells nothing about b
+SCALE_BOUNDS = (0.5, 1.0)  # of the way from the reference in one update
 PACES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the guess
 NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
 
@@ -104,7 +108,8 @@ class AdaptiveKL(KLController):
     @cached_property
     def _belief(self) -> Belief:
         """Created at its first use: the check of a config needs no numpy."""
-        return Belief(self.model, self.start_coef, *self.bounds, USUAL_PACE)
+        spread = PRIOR_SPREAD if self.solved is None else SOLVED_SPREAD
+        return Belief(self.model, clip(self.solved or self.start_coef, *self.bounds), spread, *self.bounds, USUAL_PACE)
 
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         before = self._distance_of(kl_before)
@@ -136,10 +141,12 @@ class AdaptiveKL(KLController):
         if self.updates > 1:
             self._move(self._best_move(Situation(self.distance, self.last_step, math.log(self.coef))))
 
-    @property
-    def spent(self) -> bool:
-        at = Situation(self.distance or 0.0, self.last_step, math.log(self.coef))
-        return self._belief.drive_share(at) > SPENT or super().spent
+    def scale(self) -> float:
+        if self.distance is None or self.updates < 2:
+            return 1.0
+        share = clip(1.0 / max(NEAREST, self.distance), *SCALE_BOUNDS)
+        self.distance *= share
+        return share
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
         return self.down, self.up
@@ -199,8 +206,17 @@ class AdaptiveKL(KLController):
         wanted = self.approach * gap**3 / (gap**2 + SHRINKAGE * self.variance)
         width = (self.down + self.up) / (CANDIDATES - 1)
         moves = sorted([0.0, *(i * width - self.down for i in range(CANDIDATES))], key=abs)  # ties: the smallest
-        if self._belief.drive_share(at) > SPENT:
-            moves = [move for move in moves if move >= 0.0]
+        if self.solved is None:
+            if self._belief.drive_share(at) > SPENT:
+                moves = [move for move in moves if move >= 0.0]
+        else:
+            low = self._belief.mean_log_holding - EFFECT
+            high = self._belief.mean_log_holding + EFFECT
+            if at.distance < FAR and low <= at.log_coef <= high:
+                return 0.0
+            # Outside of the range every move goes towards it.
+            low, high = min(low, at.log_coef), max(high, at.log_coef)
+            moves = [move for move in moves if low <= at.log_coef + move <= high]
 
         def cost(move: float) -> float:
             miss = self._belief.expected_miss(wanted, at._replace(log_coef=at.log_coef + move))
@@ -216,7 +232,9 @@ class Belief:
     Robotics, section 4.1). `pace` is a guess of a, which PACES multiplies.
     """
 
-    def __init__(self, model: StepModel, coef: float, min_coef: float, max_coef: float, pace: float) -> None:
+    def __init__(
+        self, model: StepModel, coef: float, spread: float, min_coef: float, max_coef: float, pace: float
+    ) -> None:
         import numpy as np
 
         self.model, self.pace, self.paces = model, pace, np.array(PACES)
@@ -224,13 +242,18 @@ class Belief:
         points = math.ceil((high - low) / max(GRID_STEP, (high - low) / GRID_POINTS)) + 1
         self.log_holding: Floats = np.linspace(low, high, points)
         paces = _normalised(np.exp(-0.5 * (np.log(self.paces) / model.pace_spread) ** 2))
-        distance = (self.log_holding - math.log(coef)) / PRIOR_SPREAD
+        distance = (self.log_holding - math.log(coef)) / spread
         self.probabilities: Floats = np.outer(_normalised(np.exp(-0.5 * distance**2)), paces)
 
     @property
     def mean_pace(self) -> float:
         """The mean of a."""
         return self.pace * float(self.probabilities.sum(0) @ self.paces)
+
+    @property
+    def mean_log_holding(self) -> float:
+        """The mean of log b."""
+        return float(self.probabilities.sum(1) @ self.log_holding)
 
     def mean_step(self, at: Situation) -> float:
         """The expected step."""

@@ -80,6 +80,8 @@ class KLController:
     """What rollbacks multiply `coef` by: a law that computes it anew at each update would overwrite a raised one."""
     wanted: float | None = field(default=None, init=False)
     """The computed start, if the bounds have changed it."""
+    solved: float | None = field(default=None, init=False)
+    """The beta that should hold the target, solved from samples of the reference; None = not known."""
     bounds: tuple[float, float] = field(default=(0.0, math.inf), init=False)
     _beta: float = field(default=math.nan, init=False)
 
@@ -121,10 +123,12 @@ class KLController:
     def observe_rate(self, factor: float) -> None:
         """The learning rate of the next update is `factor` times that of the last one, and so is the policy's step."""
 
-    @property
-    def spent(self) -> bool:
-        """Whether a lower beta would not move the policy farther from its reference."""
-        return self.coef <= self.bounds[0]
+    def scale(self) -> float:
+        """The share to which the policy's way from its reference is scaled now; called after `update`. 1 = as it is.
+
+        The KL goes with its square. Where the reference is no start of the same weights, it is not called.
+        """
+        return 1.0
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
         """Largest fall and rise of log(coef) in one update while the KL is between 0 and 2x target."""
@@ -256,7 +260,7 @@ class ForeignKL(KLController):
         if not hasattr(law, "coef") or not callable(getattr(law, "update", None)):
             raise ValueError(f"{type(law).__name__} needs `coef` and `update(kl, episodes)`")
         self.law = law
-        parts = ("update", "observe_update", "observe_rate", "state_dict", "load_state_dict")
+        parts = ("update", "observe_update", "observe_rate", "scale", "state_dict", "load_state_dict")
         for name in (*parts, "adjusts", "target", "min_coef", "max_coef"):
             if hasattr(law, name):
                 setattr(self, name, getattr(law, name))

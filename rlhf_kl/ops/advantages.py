@@ -60,10 +60,12 @@ def grpo(
     higher weight if their scores differ little, so the expected gradient is not that of the mean score (Liu et al.
     2025, 2503.20783). Penalties are not divided. Source: Shao et al. 2024 (2402.03300), section 4.1.
     """
-    grouped, known = scores.view(-1, group), scored.view(-1, group)
+    grouped = scores.view(-1, group)
+    known = scored.view(-1, group)
     count = known.sum(1, keepdim=True)
     mean = torch.where(known, grouped, 0.0).sum(1, keepdim=True) / count.clamp_min(1)
-    lowest, highest = torch.where(known, grouped, math.inf).amin(1), torch.where(known, grouped, -math.inf).amax(1)
+    lowest = torch.where(known, grouped, math.inf).amin(1)
+    highest = torch.where(known, grouped, -math.inf).amax(1)
     equal = (lowest >= highest).unsqueeze(1)  # only rounding errors, which a division would enlarge
     rest = torch.where(known & ~equal, grouped - mean, 0.0)
     if scale_by_group_std:
@@ -80,7 +82,8 @@ def _with_penalties(scores: Tensor, penalties: Tensor, live: Tensor, group: int)
 
 def _others(x: Tensor, known: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Mean (B, T) of `x` over the others of a group that are `known` (B, T), 0 if there are none; and their number."""
-    values, there = torch.where(known, x, 0.0).view(-1, group, x.shape[1]), known.view(-1, group, x.shape[1])
+    values = torch.where(known, x, 0.0).view(-1, group, x.shape[1])
+    there = known.view(-1, group, x.shape[1])
     count = there.sum(1, keepdim=True) - there.int()
     mean = (values.sum(1, keepdim=True) - values) / count.clamp_min(1)
     return torch.where(count > 0, mean, 0.0).view_as(x), count.view_as(x)

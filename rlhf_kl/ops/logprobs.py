@@ -48,7 +48,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         scale = (grad_out / ctx.temperature).unsqueeze(-1)
         grad = torch.empty_like(logits)
         for piece in _chunks(logits):
-            x, target = _scaled(logits[piece], ctx.temperature), grad[piece]
+            x = _scaled(logits[piece], ctx.temperature)
+            target = grad[piece]
             p = torch.softmax(x, -1, out=target) if grad.dtype == torch.float32 else torch.softmax(x, -1)
             p.mul_(-scale[piece]).scatter_add_(-1, ids[piece].unsqueeze(-1), scale[piece])
             if p is not target:
@@ -104,7 +105,8 @@ class _LogprobsAndKL(torch.autograd.Function):
         grad, kl_grad = ((x / ctx.temperature).unsqueeze(-1) for x in (grad, kl_grad))
         for rows in _chunks(logits):
             logp, ref_logp = _chunk(logits, ref_logits, rows, ctx.temperature)
-            p, weight = logp.exp(), kl_grad[rows]
+            p = logp.exp()
+            weight = kl_grad[rows]
             if grads[1] is not None:
                 grads[1][rows] = (weight * (ref_logp.exp() - p)).to(ref_logits.dtype)
             if grads[0] is not None:
@@ -163,7 +165,8 @@ def compare_distributions(
     parts = []
     for rows in _chunks(flat):
         logp, ref_logp = _chunk(flat, ref_flat, rows, temperature)
-        p, chosen = logp.exp(), flat_ids[rows]
+        p = logp.exp()
+        chosen = flat_ids[rows]
         kl, k1_variance = _moments(p, logp - ref_logp, logp)
         mean, logprob_variance = _moments(p, logp, logp)
         both = (x.gather(-1, chosen)[:, 0] for x in (logp, ref_logp))

@@ -53,7 +53,8 @@ def mean_of_groups(sums: Tensor, sizes: Tensor, group: int = 1) -> Mean:
     the responses are.
     """
     group = 1 if group == len(sums) else group
-    sums, sizes = float64(sums).view(-1, group).sum(1), float64(sizes).view(-1, group).sum(1)
+    sums = float64(sums).view(-1, group).sum(1)
+    sizes = float64(sizes).view(-1, group).sum(1)
     mean = sums.sum() / sizes.sum()
     draws = len(sums)
     residual = (sums - mean * sizes).square().sum() * draws / max(1, draws - 1)

@@ -61,7 +61,8 @@ class SharedPrompts(NamedTuple):
 
     def without_prefix(self) -> SharedPrompts:
         """The same, every different prompt whole."""
-        common, rest = len(self.prefix), self.ids.shape[1]
+        common = len(self.prefix)
+        rest = self.ids.shape[1]
         padding = rest - self.mask.sum(1, keepdim=True)
         source = torch.arange(common + rest, device=self.ids.device) - padding  # place in a row without padding
         columns = torch.where(source < common, source, source + padding).clamp_min(0)
@@ -124,7 +125,8 @@ class Layout:
         the ids. `begin`: the row whose first response token has number 0.
         """
         self.ids, self.prompt_width, self.device = ids, prompt_width, device or ids.device
-        self.prompts, self.responses = prompt_lengths.cpu(), response_lengths.cpu()
+        self.prompts = prompt_lengths.cpu()
+        self.responses = response_lengths.cpu()
         self.first = self.responses.cumsum(0) - self.responses  # number of each row's first response token
         self.first -= int(self.first[begin])
         # The last token is drawn but never read.
@@ -138,7 +140,8 @@ class Layout:
 
     def pack(self, rows: Sequence[int]) -> Packed:
         """These rows as one pass."""
-        picked, device = torch.as_tensor(rows), self.device
+        picked = torch.as_tensor(rows)
+        device = self.device
         prompts, responses = self.prompts[picked], self.responses[picked]
         length = max(self.lengths[row] for row in rows)
         columns = torch.arange(length)
@@ -164,7 +167,8 @@ class Layout:
 
     def pack_shared(self, rows: Sequence[int]) -> Packed:
         """These rows as one pass that reads the common parts of their prompts once."""
-        picked, device = torch.as_tensor(rows), self.device
+        picked = torch.as_tensor(rows)
+        device = self.device
         responses = self.responses[picked]
         length = int(responses.max())
         owner, place = _response_tokens(responses)
@@ -196,7 +200,8 @@ class Layout:
 
     def groups(self, rows: Sequence[int], *, most_rows: int, most_tokens: int) -> list[list[int]]:
         """The rows in groups of near-equal length: see `group_lengths`."""
-        lengths, overhead = [self.lengths[row] for row in rows], pass_overhead(self.device)
+        lengths = [self.lengths[row] for row in rows]
+        overhead = pass_overhead(self.device)
         groups = group_lengths(lengths, most_rows=most_rows, most_tokens=most_tokens, overhead=overhead)
         return [[rows[i] for i in group] for group in groups]
 
@@ -256,7 +261,9 @@ def group_lengths(
     best = [0.0] + [float("inf")] * len(order)  # cost of the first k
     start = [0] * (len(order) + 1)
     for end in range(1, len(order) + 1):
-        longest, widest, different = lengths[order[end - 1]], 0, set[int]()
+        longest = lengths[order[end - 1]]
+        widest = 0
+        different = set[int]()
         for size in range(1, min(most_rows, end) + 1):
             number, width = before[order[end - size]]
             different.add(number)
@@ -267,7 +274,8 @@ def group_lengths(
             cost = best[end - size] + tokens + overhead
             if cost < best[end]:
                 best[end], start[end] = cost, end - size
-    groups, end = [], len(order)
+    groups = []
+    end = len(order)
     while end:
         groups.append(order[start[end] : end])
         end = start[end]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class CeilingResult:
     kl_after: float = math.nan  # NaN if not measured
     kl_uncut: float = math.nan  # after the whole update
     pulled_back: bool = False  # the policy went back towards its reference
+    scale: float = 1.0  # of the way from the reference, after all of that
 
 
 class KLForecast:
@@ -90,7 +91,8 @@ class Ceiling:
         reference has another architecture. `limit` in nats of the target's unit, None = no update is shortened; then
         the KL after an update is measured where `measures`.
         """
-        self.parameters, self.reference = list(parameters), reference
+        self.parameters = list(parameters)
+        self.reference = reference
         self.read_kl, self.limit, self.measures = read_kl, limit, measures
         self.forecast = KLForecast(limit or 1.0)
 
@@ -114,6 +116,19 @@ class Ceiling:
         result = self._shorten(rollout, before, measured, self.limit)
         self.forecast.made = (measured.mean, result.kl_after)
         return result
+
+    def scale(self, move: CeilingResult, share: float) -> CeilingResult:
+        """theta_ref + share (theta - theta_ref): near the reference the KL goes with the square of the share.
+
+        (Interpolation towards the start: Rame et al. 2024, WARP, 2406.16768, section 3.)
+        """
+        if self.reference is None or share == 1.0:
+            return move
+        self._place(self.reference(), _copies(self.parameters), share)
+        after = move.kl_after * share**2
+        if self.forecast.made is not None:
+            self.forecast.made = (self.forecast.made[0], after)
+        return replace(move, kl_after=after, scale=share)
 
     def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean, limit: float) -> CeilingResult:
         start = measured.mean

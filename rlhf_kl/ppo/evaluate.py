@@ -95,7 +95,8 @@ def policy_samples(
 
     def sampled_by(made: Samples, one: LM, to: LM | None, before: CachedSamples) -> Iterator[Responses]:
         """Batches of responses of `one`, with its exact KL at their tokens."""
-        model, states = ActorCritic(one), None if to is None else ReferenceStates(to)
+        model = ActorCritic(one)
+        states = None if to is None else ReferenceStates(to)
 
         for start in range(0, len(prompts), batch_size):
             stop = min(start + batch_size, len(prompts))
@@ -167,7 +168,8 @@ def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> dict[str,
 
 def errors_of(samples: Samples) -> dict[str, float | None]:
     """Standard errors of the figures on held-out prompts, by the keys of `figures_of`."""
-    ones, pairs = [1.0] * len(samples.texts), [_word_pairs(text) for text in samples.texts]
+    ones = [1.0] * len(samples.texts)
+    pairs = [_word_pairs(text) for text in samples.texts]
     texts_with = Counter(pair for each in pairs for pair in set(each))
     own = [sum(texts_with[pair] == 1 for pair in set(each)) for each in pairs]  # that no other text has
     scores, gold = ([x for x in each if not math.isnan(x)] for each in (samples.scores, samples.gold))
@@ -193,6 +195,7 @@ def standard_error(
     `total`: in place of the first sum, where an amount is what is missing without its entry.
     """
     pairs = list(zip(amounts, counts, strict=False))
-    total, count = sum(amounts) if total is None else total, sum(n for _, n in pairs)
+    total = sum(amounts) if total is None else total
+    count = sum(n for _, n in pairs)
     left = [of((total - x) / (count - n)) if count > n else math.nan for x, n in pairs]
     return math.sqrt((len(left) - 1) * pvariance(left)) if left[1:] and all(map(math.isfinite, left)) else None

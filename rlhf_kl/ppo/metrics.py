@@ -38,6 +38,7 @@ def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
         "kl/ceiling": config.kl.ceiling_value,
         "kl/backtrack_factor": move.factor,
         "kl/pulled_back": float(move.pulled_back),
+        "kl/scale": move.scale,
         "kl/after_update": move.kl_after,
     }
 
@@ -64,7 +65,8 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
     several = len(mask) > 1  # one draw has no standard error
     token, sequence = batch.kl("token"), batch.kl("sequence")
     penalty = coef * sequence.mean
-    log_ratio, logprobs = k1(batch.logprobs, batch.ref_logprobs), batch.logprobs
+    log_ratio = k1(batch.logprobs, batch.ref_logprobs)
+    logprobs = batch.logprobs
     k1_mean = batch.mean(log_ratio)
     chosen = batch.exact_kl[mask]
     k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)

@@ -43,7 +43,9 @@ TargetTensors = tuple[Tensor, Tensor, Tensor, float]  # advantages, weights, ret
 
 def _critic_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: TrainConfig) -> TargetTensors:
     """With a value function; advantages are whitened over the batch."""
-    cfg, learned, scale = config.ppo, rollout.weights.bool(), torch.ones(())
+    cfg = config.ppo
+    learned = rollout.weights.bool()
+    scale = torch.ones(())
     rewards = shape_rewards(rollout.shaped_scores, kl, rollout.mask, coef)
     if cfg.whiten_rewards:
         rewards, scale = whiten(rewards, learned, center=False)

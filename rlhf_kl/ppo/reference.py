@@ -249,7 +249,8 @@ def reference_responses(
 
     `size`: of a batch.
     """
-    samples, size = range(len(groups)) if samples is None else samples, size or prompts.batch_size
+    samples = range(len(groups)) if samples is None else samples
+    size = size or prompts.batch_size
     noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples", *[number] * bool(number))
     for start in range(0, len(samples), size):
         rows = list(samples[start : start + size])

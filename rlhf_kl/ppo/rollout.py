@@ -78,7 +78,9 @@ class Rollouts:
         self.model, self.reference, self.features = model, reference, features
         self.scorers, self.shaping = scorers, shaping
         self.prompts, self.sampling, self.tokenizer = prompts, sampling, tokenizer
-        self.ranks, self.sharded, self.clock = ranks or Ranks(), sharded, clock or Clock()
+        self.ranks = ranks or Ranks()
+        self.sharded = sharded
+        self.clock = clock or Clock()
 
     def __call__(self, step: int) -> RolloutBatch:
         """The rollout of update `step` (from 1). Errors: InputError from a reward function."""
@@ -101,7 +103,8 @@ class Rollouts:
         """Score these responses, and compare policy and reference at their tokens."""
         prompts, device = responses.prompts, sampled.ids.device
         scores, failures = self.scorers(responses)
-        raw, traits = scores[REWARD], response_traits(responses.ids, sampled.ended)
+        raw = scores[REWARD]
+        traits = response_traits(responses.ids, sampled.ended)
         # A clip would make an infinite score finite.
         shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
         layout = response_layout(prompts.ids, sampled)
@@ -172,7 +175,8 @@ def measure(
     stats = torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device)
     for rows in reference.passes(layout):
         hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
-        ids, ref = chosen.flatten()[rows.places], reference.at(rows.numbers)
+        ids = chosen.flatten()[rows.places]
+        ref = reference.at(rows.numbers)
         columns = [*token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)]
         if model.value is not None:
             columns.append(model.value(rows, hidden))
@@ -197,7 +201,8 @@ def exact_kl_now(
     kl = torch.zeros(rollout.mask.shape, device=rollout.device)
     ids = rollout.response_ids.flatten().to(rollout.device)
     for rows in reference.passes(rollout.layout, mine):
-        ref, chosen = reference.at(rows.numbers), ids[rows.places]
+        ref = reference.at(rows.numbers)
+        chosen = ids[rows.places]
         _, found = token_kl(policy(rows), policy.head(), chosen, ref, reference.head(), temperature)
         kl.view(-1)[rows.places] = found
     return kl

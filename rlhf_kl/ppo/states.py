@@ -70,7 +70,8 @@ class StateFeatures:
     """
 
     def __init__(self, critic: FeatureCritic, rewards: Sequence[RewardModel] = ()) -> None:
-        self.critic, self.rewards = critic, list(rewards)
+        self.critic = critic
+        self.rewards = list(rewards)
         self.kept = torch.empty(0)  # (tokens, F) float32
         for reward in self.rewards:
             reward.keeps_states = True

@@ -122,9 +122,10 @@ class PPOTrainer:
             seen = move.kl_before, move.kl_after, move.kl_uncut
             update.facts |= self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
             update.coef_next = self.controller.beta
-            growth = update.coef_next / coef if coef else 1.0
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * rollout.tokens_per(unit)
-            update.facts |= self.rate.update(step, move, update_kl, growth)  # and, where beta cannot, the rate
+            update.facts |= self.rate.update(step, move, update_kl)  # 6. pace the way by the learning rate
+            if self.ceiling.reference is not None:
+                update.move = self.ceiling.scale(move, self.controller.scale())  # 7. end an overshoot at once
         return update
 
     def optimize(self, update: Update, targets: Targets, step: int) -> None:
@@ -167,7 +168,8 @@ class PPOTrainer:
     def loss(self, x: Tokens, rows: Packed) -> Loss:
         """One forward pass: the loss summed over its tokens."""
         model, kl, temperature = self.model, self.config.kl, self.config.rollout.temperature
-        hidden, head = model.policy(rows), model.policy.head()
+        hidden = model.policy(rows)
+        head = model.policy.head()
         if x.kl_weight and kl.estimator == "exact":
             ref = self.reference.at(rows.numbers)
             logprobs, penalty = token_kl(hidden, head, x.ids, ref, self.reference.head(), temperature)
@@ -200,13 +202,15 @@ class PPOTrainer:
         Unless `whole`, the change is read at half of the prompts, where these have ENOUGH responses: before and after
         at the same states, so it varies much less than the KL.
         """
-        unit, mine = self.config.kl.unit, self.ranks.mine(range(len(rollout)))
+        unit = self.config.kl.unit
+        mine = self.ranks.mine(range(len(rollout)))
         half = [row for row in range(len(rollout)) if row // rollout.group % 2 == 0]
         rows = range(len(rollout)) if whole or len(half) < ENOUGH else half
         read = [row for row in rows if row in mine]
         with unsharded(*self.rollouts.sharded):
             kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature, read)
-        before, change = rollout.kl(unit), rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
+        before = rollout.kl(unit)
+        change = rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
         after = before.mean + change.mean  # can be below 0, by its error
         return Mean(0.0 if after < 0.0 else after, math.hypot(before.stderr, change.stderr))
 

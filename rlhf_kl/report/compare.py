@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -20,7 +20,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.report.control import goes_on, source_name
 from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
-from rlhf_kl.report.run import RunResult, read_run
+from rlhf_kl.report.run import RunResult, mean, read_run
 
 # If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
@@ -53,7 +53,7 @@ class Variant:
     @property
     def constant_coef(self) -> float | None:
         """The mean beta if it is constant in every seed, else None."""
-        return _mean(run.constant_coef for run in self.runs.values())
+        return mean(run.constant_coef for run in self.runs.values())
 
     @property
     def verdicts(self) -> Counter[str]:
@@ -68,7 +68,7 @@ class Variant:
 
     def mean(self, name: str) -> float | None:
         """Mean of a figure over seeds; None if a seed lacks it."""
-        return _mean(run.figures[name] for run in self.runs.values())
+        return mean(run.figures[name] for run in self.runs.values())
 
     def sd(self, name: str) -> float | None:
         """Standard deviation over seeds; None for a single one."""
@@ -275,9 +275,3 @@ def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:
 def _scale_diff(a: Variant, b: Variant) -> list[str]:
     """Differences in settings that make scores or KLs of two variants incomparable."""
     return [line for line in _diff(a.config, b.config) if line.startswith(SCALE)]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean; None where a value is missing."""
-    known = list(values)
-    return None if None in known else fmean(value for value in known if value is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,7 +103,7 @@ class RunResult:
 
     def end(self, key: str) -> float | None:
         """Mean over the last ten updates."""
-        return _mean(row.get(key) for row in held.end(self.updates))
+        return mean(row.get(key) for row in held.end(self.updates))
 
     def reference(self, key: str) -> float | None:
         """A figure of the reference: from its own samples if the summary has them, else from the first row.
@@ -183,9 +182,8 @@ def stored_config(path: Path) -> TrainConfig:
         return checked(TrainConfig, raw)
 
 
-def _mean(values: Iterable[Any]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
     """Mean of numbers; None without numbers, or if one is missing."""
-    numbers = list(values)
-    if not numbers or any(value is None or not math.isfinite(value) for value in numbers):
-        return None
-    return fmean(numbers)
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return fmean(known) if known and len(known) == len(every) else None

@@ -52,7 +52,7 @@ def across(folders: Mapping[str, Path]) -> dict[str, Any] | None:
     return None
 
 
-def text_table(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
+def answers(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
     """`held_out_texts` for a terminal: reference (if any) and policy at the end, side by side where there is room."""
     parts: list[RenderableType] = [Text(title, style="bold")] if texts and title else []
     for each in texts:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rlhf_kl.ppo.step as ppo_module
-from rlhf_kl.kl_controllers import as_controller
+from rlhf_kl.kl_controllers import FixedKL, as_controller
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.step import PPOTrainer
@@ -202,9 +202,9 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     inner.observe_rate = told.append
     moves: list[float] = []
 
-    def noted(*args: Any, update_kl: float, **others: Any) -> str:
+    def noted(step: int, move: Any, update_kl: float) -> dict[str, Any]:
         moves.append(update_kl)
-        return observe(*args, update_kl=update_kl, **others)
+        return observe(step, move, update_kl)
 
     trainer.rate.adaptive.observe = noted
     update = trainer.update(1)
@@ -217,6 +217,32 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     again = make_trainer(**settings)
     again.load_state_dict(trainer.state_dict())
     assert row_of(again, 2)["policy/learning_rate"] == pytest.approx(0.03 * 0.9 * factor)
+
+
+class Shrinks:
+    """A law that halves the policy's way from its reference after each update."""
+
+    coef = 0.05
+
+    def update(self, kl: float, episodes: int) -> None:
+        pass
+
+    def scale(self) -> float:
+        return 0.5
+
+
+def test_a_law_can_scale_the_way_from_the_reference(make_trainer: Make) -> None:
+    """Every weight; the KL at the same states goes with the square of the share, and is what is logged."""
+    settings: dict[str, Any] = {"ppo": {"learning_rate": 3e-3}, "kl": {"ceiling": {"value": 1e3}}}
+    whole, half = (make_trainer(controller=as_controller(law), **settings) for law in (FixedKL(coef=0.05), Shrinks()))
+    start = weights(whole.model.policy.module)
+    moves = [trainer.update(1).move for trainer in (whole, half)]
+    torch.testing.assert_close(
+        weights(half.model.policy.module) - start, (weights(whole.model.policy.module) - start) / 2
+    )
+    assert [move.scale for move in moves] == [1.0, 0.5]
+    assert moves[1].kl_after == pytest.approx(moves[0].kl_after / 4)
+    assert half.rollouts(2).kl("token").mean == pytest.approx(moves[1].kl_after, rel=0.4)
 
 
 def test_a_constant_beta_leaves_the_rate_to_its_schedule(make_trainer: Make) -> None:

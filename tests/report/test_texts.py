@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhf_kl.report.texts import across, held_out_texts, text_table
+from rlhf_kl.report.texts import across, answers, held_out_texts
 
 Rows = list[dict[str, Any]]
 
@@ -56,7 +56,7 @@ def test_two_texts_stand_beside_each_other_where_there_is_room(
 ) -> None:
     texts = held_out_texts(folder("run", rows("p", "before " * 20, "\x1b[2Jafter " * 20)))
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(text_table(texts))
+    console.print(answers(texts))
     lines = console.export_text().splitlines()
     assert any("before" in line and "after" in line for line in lines) is beside
     assert "\x1b[2J" not in "".join(lines)
@@ -68,7 +68,7 @@ def test_tokens_are_coloured_by_their_kl_as_far_as_they_are_the_text() -> None:
     tokens = [{"text": " cold", "kl": 0.1}, {"text": " s", "kl": 9.0}, {"text": "\ufffd", "kl": 9.0}]
     text = {"text": " cold soup", "tokens": tokens, "ended": False, "score": 1.0}
     console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True, color_system="standard")
-    console.print(text_table([{"prompt": "p", "policy": [text]}]))
+    console.print(answers([{"prompt": "p", "policy": [text]}]))
     plain = console.export_text(clear=False)
     assert [line.rstrip() for line in plain.splitlines()] == ["p", "policy  score 1.0, not ended", "cold soup"]
     assert "\x1b[33mcold\x1b[0m\x1b[31m s\x1b[0moup" in console.export_text(styles=True)

@@ -124,7 +124,7 @@ class PPOSection(OptimiserSection):
     lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "adaptive"
     """Learning-rate schedule of the run: constant, or linear or cosine decay to zero.
 
-    adaptive = linear, times a factor from 0.01 to 10 that changes if beta alone cannot hold the target.
+    adaptive = linear, times a factor from 0.01 to 10 that paces the way to the target and then only falls.
     """
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
