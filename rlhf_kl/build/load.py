@@ -16,7 +16,7 @@ from rlhf_kl.config.schema.base import RunSection, TunedSection
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.train import EvalSection, PromptsSection
-from rlhf_kl.data.files import HELDOUT_SHARE, Row, drawn, load_rows, split_heldout, text_column, without_leaks
+from rlhf_kl.data.files import HELDOUT_SHARE, Row, divided, drawn, load_rows, text_column
 from rlhf_kl.data.texts import (
     Example,
     Labelled,
@@ -274,20 +274,6 @@ def _split(
     ref = getattr(data, held)
     kept = None if ref is None else read(f"data.{held}", ref, data.eval_split)
     return divided(f"data.{name}", rows, kept, identity)
-
-
-def divided(
-    key: str, train: list[T], kept: list[T] | None, identity: Callable[[T], Hashable]
-) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows: `kept`, or a part that is split off. Rows with one `identity` stay together."""
-    with blame(key):
-        if kept is None:
-            return split_heldout(train, identity)
-        rest = without_leaks(train, kept, identity)
-    if len(rest) < len(train):
-        count = len(train) - len(rest)
-        log.info(f"{key}: {count} of {len(train)} rows left out: they are among the held-out ones")
-    return rest, kept
 
 
 def prompt_of(row: Example | Pair) -> Hashable:

@@ -103,8 +103,7 @@ def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, ke
         (place / "README.md").write_text(card, encoding="utf-8")
 
     if keep:
-        if changed := save_generation(policy, setup.sampling):
-            log.info(f"{folder.name}/generation_config.json is that of the rollouts: {changed}")
+        save_generation(policy, setup.sampling)
         write_folder(folder, write)
 
 

@@ -15,7 +15,6 @@ from rlhf_kl.types import Conversation, Prompt
 
 T = TypeVar("T")
 Read = tuple[list[T], str]  # of the rows that can be used, and which rows were left out, in words
-NAMED_ROWS = 3  # of the rows that are left out for one reason
 
 
 class PromptRow(NamedTuple):
@@ -125,12 +124,9 @@ def read_labels(rows: Sequence[Row], text: str, label: str, where: str) -> Read[
 
     def read(row: Row, place: str) -> Labelled:
         value = _known(column(row, label, place))
-        number = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0}.get(str(value).strip())
-        if isinstance(value, bool):
-            number = float(value)
-        if number is None:
+        if value not in (0, 1, "0", "1", "0.0", "1.0"):  # a CSV has texts
             raise InputError(f"{place}: {label} is {value!r:.60}, not 0 or 1")
-        return Labelled(_full(_text(row, text, None, place)), number)
+        return Labelled(_full(_text(row, text, None, place)), float(value))
 
     return _read_each(rows, where, read)
 
@@ -145,15 +141,10 @@ def _read_each(rows: Sequence[Row], where: str, read: Callable[[Row, str], T]) -
             items.append(read(row, f"{where}: row {number}"))
         except Unusable as reason:
             unusable[str(reason)].append(number)
-    reasons = "; ".join(f"{len(numbers)} with {reason} ({_rows(numbers)})" for reason, numbers in unusable.items())
+    reasons = "; ".join(f"{len(bad)} with {reason} (first in row {bad[0]})" for reason, bad in unusable.items())
     if not items:
         raise InputError(f"{where}: none of {len(rows)} rows can be used: {reasons}")
     return items, f"{where}: {len(rows) - len(items)} of {len(rows)} rows left out: {reasons}" if reasons else ""
-
-
-def _rows(numbers: Sequence[int]) -> str:
-    named = ", ".join(map(str, numbers[:NAMED_ROWS])) + ", ..." * (len(numbers) > NAMED_ROWS)
-    return f"row{'s' * (len(numbers) > 1)} {named}"
 
 
 def _known(value: Any) -> Any:

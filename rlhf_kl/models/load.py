@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,15 +29,13 @@ Model = Any  # transformers models are untyped
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No load reports and progress bars; what matters of them is checked here."""
-    before, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers.logging.set_verbosity(before)
-        if bars:
-            transformers.logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -54,14 +51,13 @@ NO_TOKENIZER = (
     "there is no tokenizer.json, and no files to create one from "
     "(vocab.json and merges.txt; tokenizer.model where sentencepiece is installed)"
 )
-CLASSIFIES = "SequenceClassification"  # in the names of architectures
 
 
 def _load(cls: Any, ref: str, access: Access) -> Model:
     model_on_hub(ref, pickled=access.pickle)
     try:
         # float32 for any checkpoint dtype: in bf16 master weights, small updates are lost by rounding.
-        with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):
+        with quiet_transformers():
             model, report = cls.from_pretrained(
                 ref,
                 dtype=torch.float32,
@@ -115,8 +111,9 @@ def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, to
     given = {} if tensors is None else {"state_dict": tensors}
     generation = getattr(model, "generation_config", None)  # a classifier has none
     with quiet_transformers():
-        if generation is not None:
-            model.generation_config = _valid_generation(generation)
+        if generation is not None and not _can_be_saved(generation):
+            special = {name: getattr(generation, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            model.generation_config = GenerationConfig(**special)
         if hasattr(model, "peft_config"):
             # The adapter alone; otherwise peft compares the vocabulary with that on the hub.
             model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False, **given)
@@ -128,31 +125,28 @@ def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, to
         tokenizer.save_pretrained(folder)
 
 
-def save_generation(model: Model, sampling: Sampling) -> str:
-    """Give a policy the generation config of its rollouts, to be saved with it. Returns what that changes, in words.
+def _can_be_saved(config: GenerationConfig) -> bool:
+    """Whether transformers saves a generation config; older ones have a temperature without `do_sample`."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True
+
+
+def save_generation(model: Model, sampling: Sampling) -> None:
+    """Give a policy the generation config of its rollouts, to be saved with it.
 
     Settings of its checkpoint that would sample otherwise (top-p, a repetition penalty) are left out.
     """
-    before = model.generation_config.to_diff_dict()
-    special = {"bos_token_id": before.get("bos_token_id"), "pad_token_id": sampling.pad_id}
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=sampling.temperature, top_k=0, eos_token_id=sampling.eos_ids, **special
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=0,
+        bos_token_id=model.generation_config.bos_token_id,
+        eos_token_id=sampling.eos_ids,
+        pad_token_id=sampling.pad_id,
     )
-    after = model.generation_config.to_dict()
-    own = {key: value for key, value in before.items() if not key.endswith(("_token_id", "_version"))}
-    told = {key: value for key, value in own.items() if key == "do_sample" or not isinstance(value, bool)}
-    return ", ".join(f"{key} {value} -> {after.get(key)}" for key, value in told.items() if value != after.get(key))
-
-
-def _valid_generation(config: GenerationConfig) -> GenerationConfig:
-    """A generation config that transformers saves: older ones have a temperature without `do_sample`."""
-    for change in ({}, {"do_sample": True}):
-        config.update(**change)
-        with contextlib.suppress(ValueError):
-            config.validate(strict=True)
-            return config
-    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return GenerationConfig(**special)
 
 
 def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
@@ -168,11 +162,10 @@ def load_reward_model(ref: str, access: Access = SAFE, label: str | None = None)
 
     Errors: InputError if the head would be random (a causal LM's folder), or if no output is chosen.
     """
-    architectures = _architectures(ref)
-    if architectures and not any(CLASSIFIES in name for name in architectures):
+    if not is_classifier(ref):
         raise InputError(
-            f"{ref}: is a {architectures[0]}, not a sequence classifier: "
-            f"its reward head would be random; train one with `{shell_command()} reward-model`"
+            f"{ref}: is no sequence classifier: its reward head would be random; "
+            f"train one with `{shell_command()} reward-model`"
         )
     model = _load(AutoModelForSequenceClassification, ref, access)
     with blame(ref):
@@ -181,18 +174,15 @@ def load_reward_model(ref: str, access: Access = SAFE, label: str | None = None)
 
 
 def is_classifier(folder: str) -> bool:
-    """Whether the config of a local folder names a sequence classifier."""
-    return any(CLASSIFIES in name for name in _architectures(folder))
-
-
-def _architectures(ref: str) -> list[str]:
-    file = Path(ref) / "config.json"
-    if not file.is_file():
-        return []
+    """Whether the config of a folder names a sequence classifier. Errors: InputError where that is no JSON."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():  # an adapter
+        return False
     try:
-        return [str(name) for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or []]
-    except (ValueError, AttributeError, TypeError) as error:
-        raise InputError(f"{ref}: cannot be loaded: config.json: {first_line(error)}") from error
+        architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or []
+    except ValueError as error:
+        raise InputError(f"{folder}: cannot be loaded: config.json: {first_line(error)}") from error
+    return any("SequenceClassification" in name for name in architectures)
 
 
 def check_label(model: Model, label: str | None) -> None:

@@ -103,8 +103,6 @@ def test_a_name_that_is_nowhere() -> None:
 
 def test_a_causal_lm_is_no_reward_model(copied: Path) -> None:
     assert "random" in problem(load_reward_model, copied)
-    edit(copied, lambda config: config.pop("architectures"))
-    assert "score.weight" in problem(load_reward_model, copied)
 
 
 def test_a_reward_model_without_its_head(copied_reward: Path) -> None:
@@ -155,9 +153,7 @@ def test_a_policy_is_saved_with_the_generation_config_of_its_rollouts(
     model = load_causal_lm(str(copied))
     if adapter:
         model = add_adapter(model, r=2, alpha=4.0, target_modules=None, ref=str(copied), seed=0)
-    changed = save_generation(model, Sampling(8, 1.0, [2, 5], 0))
-    assert f"temperature {settings['temperature']} -> 1.0" in changed
-    assert "_token_id" not in changed
+    save_generation(model, Sampling(8, 1.0, [2, 5], 0))
     save_model(model, letters, tmp_path / "final")
     again = load_adapter(load_causal_lm(str(copied)), tmp_path / "final") if adapter else None
     merged = load_causal_lm(str(tmp_path / "final")) if again is None else merge(again)
@@ -170,16 +166,11 @@ def test_a_policy_is_saved_with_the_generation_config_of_its_rollouts(
         assert saved == sampled | {"eos_token_id": [2, 5], "pad_token_id": 0} | bos
 
 
-def test_nothing_is_told_of_a_generation_config_that_sets_nothing(new_model: Callable[..., Any]) -> None:
-    assert save_generation(new_model(), Sampling(8, 1.0, [2], 0)) == ""
-
-
 @pytest.mark.parametrize(
     ("settings", "saved"),
     [
-        (SAMPLING_UNSET, SAMPLING_UNSET | {"do_sample": True}),
-        (SAMPLING_UNSET | {"do_sample": False}, SAMPLING_UNSET | {"do_sample": True}),
-        ({"eos_token_id": 2, "length_penalty": 2.0}, {"eos_token_id": 2}),
+        (QWEN, QWEN),
+        (SAMPLING_UNSET, {"bos_token_id": 1, "eos_token_id": 2}),
     ],
 )
 def test_a_model_that_is_fine_tuned_can_be_saved_whatever_its_generation_config(
