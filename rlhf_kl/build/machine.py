@@ -78,14 +78,27 @@ def run_device(section: RunSection, *, group: bool = False) -> torch.device:
             raise InputError(f"accelerate's {name} is not used here: write policy.shard and reference.shard; {LAUNCH}")
     if count > 1 and device.type == "cuda":
         # A single visible one is this process's own, as with Slurm's --gpus-per-task=1.
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if visible > 1 else 0)
+        index = (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "not set") if visible > 1 else "0"
+        if not index.isdigit() or int(index) >= visible:
+            error = InputError(f"LOCAL_RANK is {index}, and there are {visible} CUDA devices here: {LAUNCH}")
+            error.told = False  # the others may have theirs
+            raise error
+        device = torch.device("cuda", int(index))
     if device.index is not None:
         torch.cuda.set_device(device)
     return device
 
 
 def group_size() -> int:
-    """Processes of the group that a launcher started, 1 without one."""
+    """Processes of the group that a launcher started, 1 without one. Errors: InputError for copies that train alone."""
+    copies = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1"
+    if "SLURM_STEP_ID" in os.environ:  # srun started this process, not the shell of sbatch or salloc
+        copies = os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or copies
+    if "WORLD_SIZE" not in os.environ and int(copies) > 1:
+        raise InputError(
+            f"srun or mpirun started {copies} processes that do not know of each other: let it start one torchrun on "
+            "each node, as in the script of `rlhf-kl guide running`; for separate runs set WORLD_SIZE=1"
+        )
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.build.machine import (
+    group_size,
     on_this_machine,
     pick_device,
     run_device,
@@ -103,19 +105,93 @@ def test_a_run_is_read_in_a_type_that_this_machine_computes_in(
 # ---- what a launcher tells
 
 
+LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+SLURM = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """launched("RANK=1 ..."): an environment with these variables of launchers, and no others."""
+
+    def change(variables: str) -> None:
+        for name in (*LAUNCHERS, *SLURM):
+            monkeypatch.delenv(name, raising=False)
+        for variable in variables.split():
+            monkeypatch.setenv(*variable.split("="))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ("", 1),
+        ("SLURM_NTASKS=2", 1),  # a shell of salloc
+        ("SLURM_NTASKS=2 SLURM_PROCID=0", 1),  # the script of sbatch
+        ("SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_ID=4294967290 SLURM_PROCID=0", 1),  # salloc's own step
+        ("SLURM_NTASKS=1 SLURM_STEP_ID=0 SLURM_PROCID=0", 1),
+        ("SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_PROCID=1 WORLD_SIZE=8 RANK=5", 8),  # torchrun on each node
+        ("SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_PROCID=1 WORLD_SIZE=1", 1),  # separate runs
+        ("OMPI_COMM_WORLD_SIZE=1", 1),
+    ],
+)
+def test_the_size_of_a_group(variables: str, size: int, launched: Callable[[str], None]) -> None:
+    launched(variables)
+    assert group_size() == size
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        "SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_PROCID=0",
+        "SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=3 SLURM_PROCID=1",
+        "OMPI_COMM_WORLD_SIZE=2",
+        "PMI_SIZE=2",
+    ],
+)
+def test_copies_that_would_each_run_alone(variables: str, launched: Callable[[str], None]) -> None:
+    launched(variables)
+    with pytest.raises(InputError, match="started 2 processes that do not know of each other"):
+        group_size()
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward-model", "eval", "generate"])
+def test_every_command_refuses_such_copies(
+    command: str, launched: Callable[[str], None], rlhf_kl: Any, tmp_path: Path, tiny_folder: Path
+) -> None:
+    launched("OMPI_COMM_WORLD_SIZE=2")
+    (texts := tmp_path / "texts.txt").write_text("ab\n")
+    words = {
+        "eval": ["--model", tiny_folder, "--texts", texts],
+        "generate": ["--model", tiny_folder, "--prompt", "a"],
+        "train": ["--config", "smoke.yaml", "--output-dir", tmp_path / "run"],
+        "sft": ["--config", "sft_reviews.yaml", "--output-dir", tmp_path / "run"],
+        "reward-model": ["--config", "reward_reviews.yaml", "--output-dir", tmp_path / "run"],
+    }
+    outcome = rlhf_kl(command, *words[command], "--quiet")
+    assert outcome.code == 2
+    (line,) = outcome.err.splitlines()
+    assert "srun or mpirun started 2 processes that do not know of each other" in line
+    assert "torchrun" in line
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("variables", "visible", "device"),
     [
-        ("LOCAL_RANK=3", 1, "cuda:0"),  # Slurm's --gpus-per-task=1
-        ("LOCAL_RANK=3 LOCAL_WORLD_SIZE=4", 4, "cuda:3"),
+        ("LOCAL_RANK=3 RANK=3", 1, "cuda:0"),  # Slurm's --gpus-per-task=1
+        ("RANK=3", 1, "cuda:0"),
+        ("LOCAL_RANK=3 RANK=3 LOCAL_WORLD_SIZE=4", 4, "cuda:3"),
+        ("RANK=3 SLURM_LOCALID=1", 2, "cuda:1"),
+        ("LOCAL_RANK=3 RANK=3", 2, "LOCAL_RANK is 3, and there are 2 CUDA devices here: start them with"),
+        ("RANK=3", 2, "LOCAL_RANK is not set, and there are 2 CUDA devices here: start them with"),
         ("LOCAL_RANK=3 LOCAL_WORLD_SIZE=4", 1, "4 processes share 1 CUDA devices here"),
     ],
 )
 def test_the_gpu_of_one_of_several_processes(
-    variables: str, visible: int, device: str, monkeypatch: pytest.MonkeyPatch
+    variables: str, visible: int, device: str, launched: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in f"WORLD_SIZE=4 {variables}".split():
-        monkeypatch.setenv(*variable.split("="))
+    launched(f"WORLD_SIZE=4 {variables}")
     made_current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -129,15 +205,32 @@ def test_the_gpu_of_one_of_several_processes(
             run_device(section, group=True)
 
 
-def test_a_group_without_an_address_is_one_line(monkeypatch: pytest.MonkeyPatch, rlhf_kl: Any, tmp_path: Path) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_a_process_of_a_group_that_has_no_gpu_says_so_itself(
+    launched: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, rlhf_kl: Any, tmp_path: Path
+) -> None:
+    launched("WORLD_SIZE=4 RANK=3 LOCAL_RANK=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    words = ["--config", "smoke.yaml", "--output-dir", tmp_path / "run", "--set", "run.device=cuda", "--quiet"]
+    outcome = rlhf_kl("train", *words)
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: LOCAL_RANK is 3")
+
+
+def test_a_group_without_an_address_is_one_line(
+    launched: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, rlhf_kl: Any, tmp_path: Path
+) -> None:
+    launched("WORLD_SIZE=2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     outcome = rlhf_kl("train", "--config", "smoke.yaml", "--output-dir", tmp_path / "run", "--quiet")
     assert outcome.code == 2
     assert outcome.err.startswith("error: WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start them with")
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype", "told"), [("bf16", "float32", True), ("bf16", "bfloat16", False), ("no", "bfloat16", False)]
+    ("precision", "dtype", "told"),
+    [("fp16", "float32", True), ("bf16", "float32", True), ("bf16", "bfloat16", False), ("no", "bfloat16", False)],
 )
 def test_accelerates_precision_is_told_to_have_no_effect(
     precision: str,
