@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -18,6 +20,7 @@ from rlhf_kl.ui import log
 if TYPE_CHECKING:
     import torch
 
+SLOWER = 1.2  # a factor that is told
 C = TypeVar("C", bound=AnyConfig)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
@@ -39,6 +42,20 @@ def on_this_machine(config: C, *, stored: bool = False) -> C:
         log.info(f"run.dtype: {config.run.dtype}; here, on {device}, the models compute in {dtype}")
     run = config.run.model_copy(update={"dtype": dtype})
     return cast(C, config.model_copy(update={"run": run}))
+
+
+def bfloat16_slowdown(section: RunSection) -> float:
+    """Time of a product in bfloat16 over that in float32, measured here for a bfloat16 run on a CPU; 1 for others."""
+    import torch
+
+    if section.dtype != "bfloat16" or pick_device(section).type != "cpu":
+        return 1.0
+    seconds = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.ones(512, 512, dtype=dtype)
+        moments = [(torch.mm(x, x), time.perf_counter())[1] for _ in range(6)]
+        seconds.append(min(end - start for start, end in itertools.pairwise(moments)))
+    return seconds[0] / seconds[1]
 
 
 def pick_device(section: RunSection) -> torch.device:
@@ -73,9 +90,11 @@ def run_device(section: RunSection, *, group: bool = False) -> torch.device:
     here, visible = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if device.type == "cuda" and here > visible:
         raise InputError(f"{here} processes share {visible} CUDA devices here: start one for each")
-    for name in ("DEEPSPEED", "FSDP"):
-        if os.environ.get(f"ACCELERATE_USE_{name}") == "true":
-            raise InputError(f"accelerate's {name} is not used here: write policy.shard and reference.shard; {LAUNCH}")
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise InputError(
+                f"accelerate's {name} is not used here: write policy.shard and reference.shard in the config; {LAUNCH}"
+            )
     if count > 1 and device.type == "cuda":
         # A single visible one is this process's own, as with Slurm's --gpus-per-task=1.
         index = (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "not set") if visible > 1 else "0"

@@ -19,7 +19,7 @@ import torch
 
 from rlhf_kl import ui
 from rlhf_kl.build.load import Loader
-from rlhf_kl.build.machine import on_this_machine, run_device
+from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, on_this_machine, run_device
 from rlhf_kl.build.parts import Setup, build_setup, learning_rate
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.build.world import with_files
@@ -29,13 +29,13 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
-from rlhf_kl.memory import LESS_MEMORY, memory_for
+from rlhf_kl.kl_controllers.tilt import best_of_n
+from rlhf_kl.memory import LESS_MEMORY, memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.monitors import worded
 from rlhf_kl.optim import usual_learning_rate
-from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
@@ -44,9 +44,12 @@ from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
 
 SHARE = 0.85  # usable share of the free memory
+PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
 FEW_VALUES = 5
+BEST_OF = 16  # responses, of which the best is the measure of a gain
+MOSTLY_EQUAL = 0.95  # share of reference samples with one score
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 
 
@@ -75,20 +78,26 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += check_config(config, processes)
         config = on_this_machine(config)
         device = run_device(config.run)
-        with memory_for("the run does not fit", LESS_MEMORY):
-            setup, config = build_setup(config, device), with_files(config)
-            loader = Loader.for_run(config.run, device)
-            findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
-            findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
-            findings += check_reward_model(config, setup, loader, pairs)
-            findings += check_updates(config, setup, processes)
+        setup, config = build_setup(config, device), with_files(config)
+        loader = Loader.for_run(config.run, device)
+        findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
+        findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
+        findings += check_reward_model(config, setup, loader, pairs)
+        findings += check_updates(config, setup, processes)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
         findings.append(Finding("fatal", "start", str(error)))
     except MemoryFull as error:
         findings.append(Finding("fatal", "memory", error.work, error.change))
+    except (RuntimeError, MemoryError) as error:
+        if not memory_is_full(error):
+            raise
+        findings.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY))
     return findings
+
+
+# ---- before the update
 
 
 def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
@@ -106,7 +115,9 @@ def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
 def check_dtype(config: TrainConfig, device: torch.device) -> Finding:
     """Whether bfloat16 suits this device."""
     if config.run.dtype == "bfloat16" and device.type == "cpu":
-        return judged("dtype", False, "bfloat16 on a CPU is less exact, and often slower", "run.dtype=float32")
+        slowdown = bfloat16_slowdown(config.run)
+        message = f"bfloat16 on a CPU is less exact; here a product takes {slowdown:.2g} times as long as in float32"
+        return judged("dtype", slowdown <= SLOWER, message, "run.dtype=float32")
     emulated = config.run.dtype == "bfloat16" and device.type == "cuda"
     if emulated and not torch.cuda.is_bf16_supported(including_emulation=False):
         return judged("dtype", False, "this GPU only emulates bfloat16", "run.dtype=float32")
@@ -123,16 +134,19 @@ def check_rate(config: TrainConfig, policy: Any) -> Finding:
     ratio = rate / usual
     if 1 / RATE_FACTOR <= ratio <= RATE_FACTOR:
         return judged("rate", True, f"{message}; usual is about {usual:.2g}")
-    return judged("rate", False, f"{message}: {ratio:.2g} times the usual", f"ppo.learning_rate={usual:g}, or auto")
+    side = f"{ratio:.2g} times" if ratio > 1 else f"{1 / ratio:.2g} times less than"
+    return judged("rate", False, f"{message}: {side} the usual {usual:.2g}", f"ppo.learning_rate={usual:g}, or auto")
 
 
 def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader) -> Iterator[Finding]:
     """Whether policy and reference read the prompts alike."""
     if config.reference.model is None:
         return
-    texts = setup.prompts.table.texts
+    texts = setup.prompts.table.texts[:PROBES]
     other = loader.tokenizer(config.reference.model, "reference.model")
-    if encode_all(other, texts) != encode_all(setup.tokenizer, texts):
+    if encode_all(other, texts) == encode_all(setup.tokenizer, texts):
+        yield judged("tokenizer", True, "policy and reference tokenize the prompts alike")
+    else:
         yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
 
 
@@ -147,7 +161,10 @@ def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
         prompts = setup.prompts.table.asked
         most = new + max(map(len, reward.encode(prompts, [""] * len(prompts))))
         if most > reward.limit:
-            message = f"the reward model reads {reward.limit} tokens, and texts have up to {most}: it loses beginnings"
+            message = (
+                f"the reward model reads {reward.limit} tokens, but texts have up to {most}: it loses the "
+                "beginning of the longest"
+            )
             yield judged("context", False, message, "a lower rollout.max_new_tokens, or shorter prompts")
 
 
@@ -171,10 +188,15 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
                 accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
                 break
     if accuracy is None:
-        yield judged("reward", False, "the accuracy of the reward model is unknown", "measure it: doctor --pairs FILE")
+        message = "the accuracy of the reward model is unknown"
+        yield judged("reward", False, message, "measure it: doctor --pairs FILE")
         return
-    message = f"the reward model is right on {accuracy:.0%} of {where}"
-    yield judged("reward", accuracy >= LOW_ACCURACY, message, "train it on more pairs, or use another reward.model")
+    message, good = f"the reward model is right on {accuracy:.0%} of {where}", accuracy >= LOW_ACCURACY
+    message += "" if good else ", and guessing on 50%"
+    yield judged("reward", good, message, "train it on more pairs, or use another reward.model")
+
+
+# ---- the update
 
 
 def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[Finding]:
@@ -186,7 +208,7 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     start = time.perf_counter() - began
     yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
     yield from check_scores(training)
-    yield from check_target(config, training.reference_scores)
+    yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
     with ui.waiting("one update"):
         result = training.trainer.update(1)
@@ -200,7 +222,8 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
     yield check_endings(config, setup, row)
-    check_first(row, float32=config.run.dtype == "float32")
+    if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
+        yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
     for alert in worded(facts):
         yield judged("update", False, alert)
     yield check_perplexity(evaluated["eval/perplexity"], setup.texts, setup.tokenizer)
@@ -239,11 +262,10 @@ def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | 
         need = stored_bytes(config, setup, processes)
         what = f"of weights, gradients and moments in each of {processes} processes, computed; activations come on top"
     message = f"{need / 2**30:.2f} GiB {what}; {room / 2**30:.1f} GiB to use"
-    advice = (
-        "a smaller ppo.microbatch_size, policy.gradient_checkpointing=true, policy.lora={}, a smaller model, or "
-        "policy.shard=true with several processes"
-    )
-    return judged("memory", need <= room, message, advice)
+    share = "" if config.policy.shard else "policy.shard=true with several processes, "
+    passes = "a smaller ppo.microbatch_size, " if processes == 1 else ""
+    change = f"{passes}{share}policy.lora={{}} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
+    return judged("memory", need <= room, message, change)
 
 
 def stored_bytes(config: TrainConfig, setup: Setup, processes: int) -> int:
@@ -259,8 +281,8 @@ def stored_bytes(config: TrainConfig, setup: Setup, processes: int) -> int:
 
 
 def check_scores(training: Training) -> Iterator[Finding]:
-    """The shaped scores of the reference's samples: warnings, and whether they have enough different values."""
-    scores = training.reference_scores
+    """The shaped scores of the reference's samples: warnings, and whether there are enough different ones."""
+    scores, grouped = training.reference_scores, training.trainer.config.critic is None
     shaped = torch.tensor(scores.shaped)
     bars = sketch(histogram({"all": shaped})["all"])
     message = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
@@ -268,21 +290,35 @@ def check_scores(training: Training) -> Iterator[Finding]:
     for warning in warnings:
         yield judged("scores", False, f"{message}; {warning}")  # which ends with advice
     different = len(set(scores.shaped))
-    if different < FEW_VALUES and training.trainer.config.critic is not None:
-        message += f"; only {different} different values"
+    if different < FEW_VALUES:
+        most = Counter(scores.shaped).most_common(1)[0][1] / len(shaped)
+        message += f"; only {different} different values, {most:.0%} are equal"
         advice = "ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"
-        yield judged("scores", False, message, advice)
+        if grouped and most > MOSTLY_EQUAL:
+            advice = "easier prompts, or a reward that also pays for a part: equal scores teach nothing"
+        yield judged("scores", grouped and most <= MOSTLY_EQUAL, message, advice)
     elif not warnings:
         yield judged("scores", True, message)
 
 
-def check_target(config: TrainConfig, scores: ReferenceScores) -> Iterator[Finding]:
-    """The most score that the target's KL can bring: that of the reference samples, tilted toward their scores."""
-    unit, target = config.kl.unit, config.kl.target_value
-    gain = scores.most_gain(target * (scores.length if unit == "token" else 1.0))
-    if gain is not None:
-        message = f"{target:g} nats per {unit} can raise the mean shaped score from {scores.mean:.2f}"
-        yield judged("target", True, f"{message} to {scores.mean + gain:.2f} at most, by the reference samples")
+def check_targets(config: TrainConfig, scores: ReferenceScores) -> Iterator[Finding]:
+    """The most score at low KLs: that of the tilted reference samples, as far as they tell (none: equal scores)."""
+    curve, unit, target = scores.tilt_curve(), config.kl.unit, config.kl.target_value
+    size, (tilted, groups) = scores.length if unit == "token" else 1.0, scores.to_tilt()
+    best = [point for point in best_of_n(tilted, groups or [0] * len(tilted)) if point.n <= BEST_OF][-1]
+    limit = curve[-1]["kl"] / size if curve else 0.0
+    ladder = [kl for power in range(-5, 3) for kl in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if kl <= limit]
+    kls = sorted({*ladder[-4:], *([target] if target <= limit else [])})
+    gains = {0.0: 0.0} | {kl: gain for kl in kls if (gain := scores.most_gain(kl * size)) is not None}
+    if len(gains) == 1:
+        return
+    rows = [[f"KL per {unit}", *(f"{kl:g}" for kl in gains)]]
+    rows += [["most shaped score", *(f"{scores.mean + gain:.2f}" for gain in gains.values())]]
+    if best.n > 1:
+        rows += [[f"of best of {best.n}", *(f"{gain / best.gain:.0%}" for gain in gains.values())]]
+    table = "\n".join(f"{name:<17}" + "".join(f"{cell:>7}" for cell in cells) for name, *cells in rows)
+    note = f"nats; the {len(scores.shaped)} reference samples, weighted by their scores, tell nothing above {limit:.2g}"
+    yield judged("targets", True, f"{table}\n{note}" + (f" (the target is {target:g})" if target > limit else ""))
 
 
 def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
@@ -315,6 +351,7 @@ def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Fin
     names = [setup.tokenizer.decode([token]) for token in setup.sampling.eos_ids]
     rate, length, free = row["rollout/eos_rate"], row["rollout/response_length"], not config.reward.missing_eos_penalty
     message = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
+    message += "; reward.missing_eos_penalty is 0, so this costs nothing" if rate == 0 and free else ""
     advice = "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0"
     return judged("EOS", rate > 0 or free, message, advice)
 
@@ -325,5 +362,7 @@ def check_perplexity(perplexity: float, texts: Sequence[str], tokenizer: Any) ->
     total = sum(counts.values())
     frequencies = math.exp(-sum(n / total * math.log(n / total) for n in counts.values()))  # exp of their entropy
     message = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
-    message += f"; token frequencies alone give {frequencies:.0f}"
-    return judged("eval", perplexity < frequencies, message, "texts in eval.texts like those that the policy writes")
+    if perplexity < frequencies:
+        return judged("eval", True, f"{message}; token frequencies alone give {frequencies:.0f}")
+    message += f", no better than token frequencies alone ({frequencies:.0f}): the policy does not write such texts"
+    return judged("eval", False, message, "eval.texts: texts like those that the policy was trained on")

@@ -90,7 +90,7 @@ def train_command(
 
     Of several processes the first one writes the folder; the others give {}.
     """
-    from rlhf_kl.build.machine import joined, on_this_machine, pick_device
+    from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, joined, on_this_machine, pick_device
     from rlhf_kl.commands.final import merge_final, require_adapter
     from rlhf_kl.memory import keep_freed_memory
     from rlhf_kl.run.log import check_installed
@@ -114,6 +114,10 @@ def train_command(
         if ranks.writes and precision not in ("no", {"bfloat16": "bf16"}.get(config.run.dtype)):
             log.warning(
                 f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({config.run.dtype})"
+            )
+        if ranks.writes and run.finished is None and (slowdown := bfloat16_slowdown(config.run)) > SLOWER:
+            log.warning(
+                f"run.dtype: products in bfloat16 take {slowdown:.1f} times as long here as in float32: write float32"
             )
         summary = work(config, run) if run.finished is None else run.finished
     if merge and ranks.writes:

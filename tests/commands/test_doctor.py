@@ -15,11 +15,14 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.findings import check_perplexity, check_rate, check_samples, check_target, stored_bytes
+from rlhf_kl.commands.findings import check_perplexity, check_rate, check_samples, check_targets, stored_bytes
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import can_shard
-from rlhf_kl.ppo.reference import ReferenceScores
+from rlhf_kl.models.lm import LM
+from rlhf_kl.ppo.reference import ReferenceScores, reference_responses
+from rlhf_kl.types import Sampling
 
 Cli = Callable[..., Any]
 Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
@@ -49,7 +52,7 @@ def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Docto
 def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     found = doctor()
     untrained = {"scores", "eval"}  # doubtful of a random model and a reward that counts a letter
-    fine = {"dtype", "rate", "context", "memory", "start", "target", "beta", "samples", "EOS", "time"}
+    fine = {"dtype", "rate", "context", "memory", "start", "targets", "beta", "samples", "EOS", "time"}
     assert found.keys() == fine | untrained
     levels = {topic: {level for level, _ in lines} for topic, lines in found.items() if topic in fine}
     assert levels == {topic: {"fine"} for topic in fine}
@@ -57,7 +60,7 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert "6 updates" in found["time"][0][1]
     assert "all responses of full length, measured; " in found["memory"][0][1]
     ((_, text),) = found["eval"]
-    assert "frequencies alone give 4" in text  # as many letters, each as often
+    assert "frequencies alone (4)" in text  # as many letters, each as often
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # nothing is left behind
 
 
@@ -103,7 +106,7 @@ def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Pa
     assert doctor(reward, pairs=tmp_path / "p.jsonl")["reward"] == [
         (
             "doubtful",
-            "the reward model is right on 50% of 16 held-out pairs; "
+            "the reward model is right on 50% of 16 held-out pairs, and guessing on 50%; "
             "train it on more pairs, or use another reward.model",
         )
     ]
@@ -154,22 +157,85 @@ def test_two_samples_of_the_start_and_a_doubt(responses: list[str], level: str, 
 # ---- the score that a KL allows
 
 
+def read_table(scores: ReferenceScores, **kl: Any) -> tuple[dict[float, tuple[float, float]], str]:
+    """KL -> score and share of the gain of best of n, and the note below; within 59 columns and 4 lines."""
+    [found] = check_targets(config(kl=kl), scores)
+    *table, note = found.text.split("\n")
+    assert all(len(line) <= 59 for line in table)
+    assert len(note) <= 118
+    kls, best, shares = (line[17:].split() for line in table)
+    rows = zip(map(float, kls), map(float, best), (float(share[:-1]) / 100 for share in shares), strict=True)
+    return {kl: rest for kl, *rest in rows}, note  # type: ignore[misc]
+
+
 NORMAL = [NormalDist().inv_cdf((i + 0.5) / 4096) for i in range(4096)]
 
 
-@pytest.mark.parametrize(("unit", "target"), [("token", 0.05), ("sequence", 1.0)])
-def test_the_most_score_at_the_target_by_the_gaussian_law(unit: str, target: float) -> None:
-    """A gain of sd sqrt(2 KL of the sequence): sequences have 20 tokens, so both targets are 1 nat of it."""
-    kl = {"unit": unit, "target": target}
-    [found] = check_target(config(kl=kl), ReferenceScores([5.0 + 3.0 * x for x in NORMAL], [0] * 4096, 20.0))
-    words = re.search(r"score from (\S+) to (\S+) at most", found.text)
-    assert words
-    assert float(words[1]) == pytest.approx(5.0, abs=0.01)
-    assert float(words[2]) == pytest.approx(5.0 + 3.0 * math.sqrt(2), rel=0.01)
+@pytest.mark.parametrize(("unit", "size"), [("token", 20.0), ("sequence", 1.0)])
+def test_the_score_at_a_kl_by_the_gaussian_law(unit: str, size: float) -> None:
+    """The gain is sd sqrt(2 KL per sequence); the best of 16 Gaussians is 1.766 sd above the mean."""
+    rows, note = read_table(ReferenceScores([5.0 + 3.0 * x for x in NORMAL], [0] * 4096, 20.0), unit=unit, target=0.075)
+    assert rows.keys() == ({0, 0.02, 0.05, 0.075, 0.1, 0.2} if unit == "token" else {0, 0.075, 0.2, 0.5, 1, 2})
+    for kl, (score, share) in rows.items():
+        if kl * size <= 2:
+            assert score == pytest.approx(5.0 + 3.0 * math.sqrt(2 * kl * size), rel=0.01)
+            assert share == pytest.approx(math.sqrt(2 * kl * size) / 1.766, abs=0.02)
+    assert "target" not in note
 
 
-def test_equal_scores_tell_nothing_of_the_target() -> None:
-    assert not list(check_target(config(), ReferenceScores([1.0] * 64, [i // 8 for i in range(64)], 20.0)))
+def test_right_or_wrong_is_known_up_to_the_log_of_a_prompts_samples() -> None:
+    """One right answer of eight: KL(q || 1/8) in closed form, log 8 at most."""
+    rows, note = read_table(ReferenceScores([1.0, *[0.0] * 7] * 60, [i // 8 for i in range(480)], 10.0), target=0.5)
+    assert max(rows) < math.log(8) / 10
+    for kl, (score, _) in rows.items():
+        low, high = 1 / 8, 1.0
+        for _ in range(50):
+            q = (low + high) / 2
+            divergence = q * math.log(8 * q) + (1 - q) * math.log((1 - q) / (7 / 8)) if q < 1 else math.log(8)
+            low, high = (q, high) if divergence < 10 * kl else (low, q)
+        factor = math.sqrt(8 / 7)  # for the spread of a prompt's few samples
+        assert score == pytest.approx(1 / 8 + factor * (q - 1 / 8), abs=0.006)
+    assert "480 reference samples" in note
+    assert f"nothing above {0.99 * math.log(8) / 10:.2g} (the target is 0.5)" in note
+
+
+def test_few_samples_tell_only_a_low_kl_and_equal_ones_nothing() -> None:
+    scores = ReferenceScores([NORMAL[(37 * i) % 4096] for i in range(64)], [i // 2 for i in range(64)], 20.0)
+    rows, _ = read_table(scores, target=0.2)
+    assert max(rows) < math.log(64 / 8) / 20 + 0.05
+    assert not list(check_targets(config(), ReferenceScores([1.0] * 64, [i // 8 for i in range(64)], 20.0)))
+
+
+def test_the_score_at_a_kl_by_enumerating_a_tiny_model(
+    new_model: Callable[..., Any], letters: Any, prompts_of: Callable[..., Any]
+) -> None:
+    """Two tokens after two prompts, whose scores differ by 10: the tilt of all responses, with one beta for both."""
+    lm, texts = LM(new_model(seed=3, spread=0.2)), ["ab", "cd"]
+    values = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    chance = torch.empty(2, 7, 7)  # (prompt, first token, second token)
+    for prompt, text in enumerate(texts):
+        ids = letters(text)["input_ids"]
+        rows = torch.tensor([[*ids, token] for token in range(7)])
+        with torch.no_grad():
+            first, second = lm.model(rows, attention_mask=torch.ones_like(rows)).logits[:, -2:].softmax(2).unbind(1)
+        chance[prompt] = first[0][:, None] * second
+    groups = [i // 2048 for i in range(4096)]
+    sampled = reference_responses(
+        lm, PromptStream(prompts_of(*texts), 64, 0), groups, Sampling(2, 1.0, [-1], 0), letters, 0
+    )
+    drawn = [(a, b) for responses, _ in sampled for a, b in responses.ids]
+    scores = [float(values[pair]) + 10 * group for pair, group in zip(drawn, groups, strict=True)]
+    table, _ = read_table(ReferenceScores(scores, groups, 2.0), target=0.1)
+    assert len(table) == 6
+    for kl, (score, _) in table.items():
+        low, high = -6.0, 9.0
+        for _ in range(60):  # log beta: a higher one has less KL
+            middle = (low + high) / 2
+            weights = chance * (values / math.exp(middle)).exp()
+            weights /= weights.sum((1, 2), keepdim=True)
+            divergence = float((weights * (weights / chance).log()).sum()) / 2
+            low, high = (middle, high) if divergence > 2 * kl else (low, middle)
+        assert score == pytest.approx(float((weights * values).sum()) / 2 + 5, abs=0.05), kl
 
 
 # ---- learning rate, texts and number type
