@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what shows a run needs no torch
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
 Facts = Mapping[str, Any]  # of an update: the names of alarms, each with its figures
-Action = Literal["note", "warn", "rollback", "stop"]
+Action = Literal["warn", "rollback", "stop"]
 
 GUIDE = "kl"  # the page that lists the alerts
 WINDOW = 100  # rows that are kept
@@ -34,24 +34,18 @@ START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
 CLIMBS = (12, 30, 90)  # windows of `kl-climbing`, in updates
 TRENDS = (10, 25, 60)  # windows of `overoptimised-gold`, in updates
-STUCK = 5  # updates in a row: beta at its bound, or all responses or scores equal
+STUCK = 5  # updates in a row: beta at its bound, or all responses equal
 FEW, MANY = 0.2, 0.4  # share of different responses at which `alike` begins, and at which it clears
 BOUGHT = 8  # updates of `kl-not-bought`
 RISE = 10  # updates in which a KL that is called low no longer rises; twice as many for a score
 SURE = 2.0  # standard errors of the score that a KL must exceed
-EQUAL = {  # advice where all scores are equal
-    "to_rise": "The scores of all responses to a prompt are equal, so there is nothing to learn: look at the scores in "
-    "samples.jsonl; a reward has to tell responses apart, or the prompts are too easy or too hard for it",
-    "to_lower": "the scores of all responses to a prompt are equal: look at the reward",
-    "change": "look at the reward, whose scores for a prompt are all equal, and not at",
-}
 ROLLBACKS = 5  # at most in a run
 PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One line of the table. One that stops or rolls back gives its text as the reason; a note asks for nothing."""
+    """One line of the table. One that stops or rolls back gives its text as the reason."""
 
     name: str  # the fixed word that an alert begins with
     text: str  # with places for figures and for the advice
@@ -126,10 +120,10 @@ class Monitors:
         alerts, decision = [], None
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                words = alarm.words(self.advice | dict(figures) | (EQUAL if equal_scores(self) else {}))
+                words = alarm.words(self.advice | dict(figures))
                 if alarm.action == "warn":
                     alerts.append(words)
-                elif alarm.action != "note" and decision is None:
+                elif decision is None:
                     decision = Decision(alarm.action, alarm.name, words)
         return alerts, decision
 
@@ -232,9 +226,9 @@ class Monitors:
         return math.hypot(self.scores.spread / math.sqrt(draws), self.scores.mean_stderr)
 
 
-def worded(facts: Facts, action: Action = "warn") -> list[str]:
-    """The alerts of events, without a history; or the notes, which are plain lines."""
-    return [each.words(facts[each.name]) for each in ALARMS if each.name in facts and each.action == action]
+def worded(facts: Facts) -> list[str]:
+    """The alerts of events, without a history."""
+    return [alarm.words(facts[alarm.name]) for alarm in ALARMS if alarm.name in facts and alarm.action == "warn"]
 
 
 def collapsed(row: Mapping[str, Any]) -> bool:
@@ -250,26 +244,31 @@ _STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "roll
 
 def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
     """What to do, by the controller: a written coef is only the start where the controller changes it."""
-    kind, batch, ceiling = config.kl.controller.kind, config.rollout.batch_size, config.kl.ceiling is not None
-    constant = kind in ("fixed", "schedule")
-    limit = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
+    kind, batch = config.kl.controller.kind, config.rollout.batch_size
+    limit = "set kl.ceiling" if config.kl.ceiling is None else "raise rollout.batch_size"
+    noisy = (config.kl.placement, config.kl.estimator) == ("reward", "k1")
     exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise. "
-    noise = (
-        f"Lower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
-    )
-    noise += f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
-    rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
-    goal = "Lower kl.target, raise ppo.learning_rate, or train for more updates. A target is a goal: where you want a "
-    goal += "limit only, set kl.controller {kind: fixed, coef: 0} and a kl.ceiling"
-    return {
-        "to_rise": rise if constant else goal,
-        "to_lower": "lower kl.controller.min_coef or kl.target",
-        "to_fall": "Raise kl.controller.coef, lower ppo.learning_rate" if constant else "Lower ppo.learning_rate",
-        "to_restrain": "Raise kl.controller.coef" if constant else "Lower kl.target (a goal that beta also falls for)",
-        "less_noise": exact * ((config.kl.placement, config.kl.estimator) == ("reward", "k1")) + noise,
+    advice = {
+        "to_fall": "Lower ppo.learning_rate",
+        "to_restrain": "Lower kl.target (a goal that beta also falls for)",
+        "to_rise": "Look whether scores differ between responses (samples.jsonl); then lower kl.target, raise "
+        "ppo.learning_rate, or train for more updates. A target is a goal: where you want a limit only, set "
+        "kl.controller {kind: fixed, coef: 0} and a kl.ceiling",
+        "less_noise": (exact if noisy else "")
+        + f"Lower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise "
+        f"rollout.batch_size ({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this "
+        "reward",
         "limit_kl": limit,
         "adapt": limit if kind == "adaptive" else "use kl.controller.kind: adaptive",
     }
+    if kind in ("fixed", "schedule"):
+        advice |= {
+            "to_fall": "Raise kl.controller.coef, lower ppo.learning_rate",
+            "to_restrain": "Raise kl.controller.coef",
+            "to_rise": "Look whether scores differ between responses (samples.jsonl); then lower "
+            "kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive",
+        }
+    return advice
 
 
 # ---- statistics
@@ -410,16 +409,10 @@ def mean_kl(m: Monitors) -> Figures | None:
     kls = [row["kl"] for row in m.rows[max(0, len(m.rows) - m.updates + m.warmup) :] if "kl" in row]
     if m.target is None or not m.has("kl") or len(kls) < START:
         return None
-    ratio, rises = fmean(kls) / m.target, still_rises(m.values("kl"), RISE) and not equal_scores(m)
-    return {"mean": fmean(kls), "count": len(kls), "ratio": ratio, "low": math.inf if rises else ratio}
-
-
-def equal_scores(m: Monitors) -> bool:
-    """Whether no response scored better than another one to its prompt for some updates."""
-    spreads, equal = m.values("objective/scores_std", STUCK), m.values("rollout/equal_groups", STUCK)
-    groups = m.config.rollout.batch_size // m.config.rollout.samples_per_prompt
-    none = len(spreads) == STUCK and max(spreads) <= 1e-6 * max(1.0, abs(m.now.get("objective/scores", 0.0)))
-    return none or (len(equal) == STUCK and min(equal) >= groups)
+    mean = fmean(kls)
+    ratio = mean / m.target
+    low = math.inf if still_rises(m.values("kl"), RISE) else ratio
+    return {"mean": mean, "count": len(kls), "ratio": ratio, "low": low}
 
 
 def falling_gold(m: Monitors) -> Figures | None:
@@ -534,7 +527,6 @@ ALARMS = (
     Alarm("eval-scores", "a score of the reward model was not finite: left out"),
     Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
-    Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
     Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
@@ -547,7 +539,7 @@ ALARMS = (
     Alarm("sampler-mismatch", "over {updates} updates the tokens were not sampled from the policy that is trained: "
           "{found}. Check temperature, top-k and top-p, dropout, padding and dtype",
           sampled_elsewhere, lambda f: bool(f["found"])),
-    Alarm("beta-at-min", _AT_BOUND + "{to_lower}",
+    Alarm("beta-at-min", _AT_BOUND + "lower kl.controller.min_coef or kl.target",
           at_bound(0), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
     Alarm("beta-at-max", _AT_BOUND + "raise kl.controller.max_coef or kl.target",
           at_bound(1), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),

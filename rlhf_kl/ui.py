@@ -163,11 +163,13 @@ class Screen:
     @contextlib.contextmanager
     def _bar(self, name: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         bars = self._bars = self._bars or self._new_bars()
-        task, figures = bars.add_task("", total=total, completed=done), ""
+        task = bars.add_task("", total=total, completed=done)
+        figures = ""
 
         def advance(steps: int = 1, note: str | None = None) -> None:
             nonlocal done, figures
-            done, figures = done + steps, figures if note is None else note
+            done += steps
+            figures = figures if note is None else note
             count = f" {done}/{total}" if total else f" {done}" * (done > 0)
             bars.update(task, advance=steps, description=safe_text(f"{name}{count} {figures}"))
 
