@@ -42,7 +42,8 @@ class RunStatus:
         """`total`: updates of the run, `done` of them before. `target` in nats per `unit`."""
         self.total, self.target, self.unit, self.step = total, target, unit, done
         self.header = f"update episodes score KL/{unit[:3]} KL/tgt beta ppl tok/s left".split()
-        self.lines, self.shown = 0, 0  # and the step of the last one
+        self.lines = 0
+        self.shown = 0  # step of the last line
         self._seconds = deque[float](maxlen=10)  # of the last updates
         self._perplexity: float | None = None  # measured since the last line
 

@@ -61,7 +61,6 @@ class TrainLoop:
             coef=training.coef,
             control=self.trainer.controller,
             scores=training.reference_scores,
-            learning_rate=self.trainer.rate.peak,
             from_reference=setup.reference_is_initial_policy,
         )
         run.track(monitors=self.monitors)
