@@ -1,8 +1,8 @@
 """The processes ("ranks") that train one policy together; by default only this one. All that they exchange is here.
 
-Each rank samples and scores its rows of a batch. Then every rank gets the global batch, on the CPU, and computes
-targets, KL, metrics and the next beta from the same numbers. A rank trains on the rows that it sampled, since it holds
-the reference's states of these; gradients are summed before each step.
+Each rank samples and scores its rows of a batch. Then it gets the global batch, on the CPU: targets, KL, metrics and
+the next beta come from the same numbers everywhere. It trains on its own rows, whose reference states it holds;
+gradients are summed before each step.
 
 Weights can be sharded, by FSDP2 (`torch.distributed.fsdp.fully_shard`): every process keeps a part of each tensor, of
 its gradient and of Adam's moments. A training pass gathers one layer at a time; all processes make the same number of
@@ -16,30 +16,21 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, RunFailed
+from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError
 
 T = TypeVar("T")
 OLDEST_TORCH = (2, 8)  # its FSDP2 has `set_reshard_after_forward`
 PATIENCE = timedelta(days=365)  # with scores: only `reward.time_limit` ends them
 
 
-class Batch(Protocol):
-    """Rows that can be put one below the other."""
-
-    def cpu(self) -> Self: ...
-
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self: ...
-
-
 NamedTensors = Iterable[tuple[str, Tensor]]
-B = TypeVar("B", bound=Batch)
 Rows = TypeVar("Rows", bound=Sequence[Any] | Tensor)
 
 
@@ -56,8 +47,7 @@ class Ranks:
     def mine(self, rows: Rows) -> Rows:
         """This rank's part of the rows of a global batch: neighbours, equally many if their number is divisible."""
         total = len(rows)
-        mine: Rows = rows[total * self.index // self.count : total * (self.index + 1) // self.count]  # type: ignore[assignment]
-        return mine
+        return rows[total * self.index // self.count : total * (self.index + 1) // self.count]  # type: ignore[return-value]
 
     def all(self, value: T, *, scores: bool = False) -> list[T]:
         """The values of all ranks, in their order; anything that pickles. `scores`: wait for them without a limit."""
@@ -72,10 +62,6 @@ class Ranks:
         """The sum of a tensor over all ranks, on the CPU."""
         return x.detach().cpu()
 
-    def gather(self, part: B) -> B:
-        """The global batch on the CPU, from the rows of each rank."""
-        return part.concat(self.all(part.cpu()))
-
     def run(self, work: Callable[[], T], *, scores: bool = False) -> T:
         """What `work()` returns; if it fails on one rank, all raise. `scores`: it may call a reward, see `all`.
 
@@ -83,18 +69,17 @@ class Ranks:
         """
         if self.count == 1:
             return work()
-        result, failure = None, None
+        result = failure = report = None
         try:
             result = work()
         except Exception as error:
             failure = error
-        problems = failure.problems if isinstance(failure, InputError) else None
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for index, (their_problems, their_message) in enumerate(self.all((problems, message), scores=scores)):
-            if failure is None and their_problems is not None:
-                failure = InputError(*their_problems)
-            elif failure is None and their_message is not None:
-                failure = OtherProcessFailed(f"process {index} failed: {their_message}")
+            report = (error.problems if isinstance(error, InputError) else (), f"{type(error).__name__}: {error}")
+        for index, other in enumerate(self.all(report, scores=scores)):
+            if failure is None and other is not None:
+                problems, message = other
+                failed = f"process {index} failed: {message}"
+                failure = InputError(*problems) if problems else OtherProcessFailed(failed)
         if failure is not None:
             raise failure
         return result  # type: ignore[return-value]
@@ -103,9 +88,9 @@ class Ranks:
         """As `run`; the first rank works before the others, to fill caches for them."""
         if not self.writes:
             self.run(lambda: None)
-            return self.run(work)
         result = self.run(work)
-        self.run(lambda: None)
+        if self.writes:
+            self.run(lambda: None)
         return result
 
     def parts(self, total: int, work: Callable[[slice], T]) -> list[T]:
@@ -113,9 +98,7 @@ class Ranks:
         rows = self.mine(range(total))
         return self.all(self.run(lambda: work(slice(rows.start, rows.stop))))
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], most: float = math.inf
-    ) -> Tensor:
+    def step(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], most: float = math.inf) -> Tensor:
         """Sum the gradients over all ranks, scale them down to a joint norm of `most`, and take the step.
 
         Returns the norm before; where it is not finite, the step is left out.
@@ -130,16 +113,6 @@ class Ranks:
             optimizer.step()
         optimizer.zero_grad()
         return norm
-
-    def check_weights(self, parameters: Iterable[Tensor]) -> None:
-        """Errors: RunFailed if a tensor that every rank has differs between them in a bit."""
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        whole = [p.detach().contiguous() for p in parameters if not is_sharded(p)]
-        # In pieces: `sum` makes an int64 copy of what it adds.
-        pieces = [p.view(integers[p.element_size()]).flatten().split(1 << 20) for p in whole]
-        sums = self.all([sum(int(piece.sum(dtype=torch.int64)) for piece in each) for each in pieces])
-        if any(each != sums[0] for each in sums):
-            raise RunFailed("the weights of the processes differ: --resume goes on from the last checkpoint")
 
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give every parameter the sum of its gradients over all ranks; without any gradient it keeps none."""
@@ -215,7 +188,8 @@ def joined_group(minutes: float) -> Iterator[Group]:
 
     The launcher ends all ranks when one has failed. `minutes`: the limit of every wait but that for scores.
     """
-    atexit.register(_leave_group)  # else gloo's threads may abort a process that ends
+    # Else gloo's threads may abort a process that ends.
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     group = Group(timedelta(minutes=minutes))
     try:
         yield group
@@ -227,16 +201,12 @@ def joined_group(minutes: float) -> Iterator[Group]:
         raise failure from error
 
 
-def _leave_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _lost_rank(error: Exception, minutes: float) -> RlhfKlError | None:
     """The words for an exchange that failed; None for another error."""
-    if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+    message = str(error).lower()
+    if not isinstance(error, dist.DistError) and "gloo" not in message:
         return None
-    late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+    late = "timed out" in message or "timeout" in message
     what = f"has not answered for {minutes:g} minutes (run.wait_minutes)" if late else "has ended"
     return OtherProcessFailed(f"another process of the group {what}: --resume goes on from the last checkpoint")
 
@@ -249,17 +219,12 @@ def can_shard() -> bool:
     return tuple(map(int, torch.__version__.split(".")[:2])) >= OLDEST_TORCH
 
 
-def shard(layers: Iterable[nn.Module], root: nn.Module | None, device: torch.device) -> None:
-    """Shard the tensors of `layers`, each gathered separately, and the rest of `root`, the module of a pass.
-
-    Without a root the rest is not sharded.
-    """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+def shard(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Shard the tensors of each module that are not sharded yet: layers first, then what a pass calls."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in [*layers, *([root] if root is not None else [])]:
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in modules:
         fully_shard(module, mesh=mesh)
 
 
@@ -269,14 +234,16 @@ def unsharded(*roots: nn.Module) -> Iterator[None]:
 
     It changes nothing for modules that are not sharded. All processes enter together.
     """
-    parts = {id(part): part for root in roots for part in _sharded_modules(root)}
-    for part in parts.values():
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    # Importing FSDP takes most of a second, so its modules are recognised by a method.
+    parts: list[Any] = [module for module in modules if hasattr(module, "set_reshard_after_forward")]
+    for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
     try:
         yield
     finally:
-        for part in parts.values():
+        for part in parts:
             _forget_passes(part)
             part.reshard()
             # The backward pass needs the root again at once.
@@ -290,11 +257,6 @@ def _forget_passes(part: Any) -> None:
     for passes in (getattr(group, "_post_forward_indices", None), order):
         if passes is not None:
             passes.clear()
-
-
-def _sharded_modules(root: nn.Module) -> Iterator[Any]:
-    # Importing FSDP takes most of a second, so its modules are recognised by a method.
-    return (module for module in root.modules() if hasattr(module, "set_reshard_after_forward"))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -338,7 +300,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     All processes read this together, to its end.
     """
-    return ((names[0], full(tensor.detach())) for tensor, names in _named_tensors(module))
+    for tensor, names in _named_tensors(module):
+        yield names[0], full(tensor.detach())
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
@@ -364,14 +327,15 @@ def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         local(tensor).copy_(local_like(values[0], tensor))
 
 
-def slots_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def slots_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """The state of an optimizer, as `{number}.{name}`; see `tensors_of`."""
-    slots = sorted(optimizer.state_dict()["state"].items())  # a resumed optimizer has them in another order
-    return ((f"{i}.{name}", full(torch.as_tensor(value))) for i, slot in slots for name, value in sorted(slot.items()))
+    for number, slot in sorted(optimizer.state_dict()["state"].items()):  # a resumed one has them in another order
+        for name, value in sorted(slot.items()):
+            yield f"{number}.{name}", full(torch.as_tensor(value))
 
 
 @torch.no_grad()
-def load_slots(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def load_slots(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Load the state of `slots_of`; the parameter groups stay unchanged."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()  # frees its memory

@@ -42,7 +42,8 @@ class RunStatus:
         """`total`: updates of the run, `done` of them before. `target` in nats per `unit`."""
         self.total, self.target, self.unit, self.step = total, target, unit, done
         self.header = f"update episodes score KL/{unit[:3]} KL/tgt beta ppl tok/s left".split()
-        self.lines, self.shown = 0, 0  # and the step of the last one
+        self.lines = 0
+        self.shown = 0  # step of the last line
         self._seconds = deque[float](maxlen=10)  # of the last updates
         self._perplexity: float | None = None  # measured since the last line
 
@@ -163,11 +164,13 @@ class Screen:
     @contextlib.contextmanager
     def _bar(self, name: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         bars = self._bars = self._bars or self._new_bars()
-        task, figures = bars.add_task("", total=total, completed=done), ""
+        task = bars.add_task("", total=total, completed=done)
+        figures = ""
 
         def advance(steps: int = 1, note: str | None = None) -> None:
             nonlocal done, figures
-            done, figures = done + steps, figures if note is None else note
+            done += steps
+            figures = figures if note is None else note
             count = f" {done}/{total}" if total else f" {done}" * (done > 0)
             bars.update(task, advance=steps, description=safe_text(f"{name}{count} {figures}"))
 

@@ -12,7 +12,7 @@ from rlhf_kl import distributed
 from rlhf_kl.build.start import check_sizes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Group, Ranks, load_tensors, tensors_of
-from rlhf_kl.errors import InputError, RunFailed
+from rlhf_kl.errors import InputError
 
 
 def rank(index: int, count: int) -> Ranks:
@@ -43,15 +43,6 @@ def test_a_step_is_clipped_and_left_out_where_its_gradient_is_not_finite(
     moved = -torch.ones(2) if optimizer is torch.optim.AdamW else -torch.tensor([0.6, 0.8])
     torch.testing.assert_close(weight.detach(), torch.zeros(2) if bad else moved)
     assert weight.grad is None
-
-
-def test_weights_that_differ_in_a_bit_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks that came apart; the exchange is stood in for."""
-    ranks, weight = Ranks(), torch.ones(3)
-    ranks.check_weights([weight])
-    monkeypatch.setattr(Ranks, "all", lambda self, sums: [sums, [sum_ + 1 for sum_ in sums]])
-    with pytest.raises(RunFailed, match="the weights of the processes differ"):
-        ranks.check_weights([weight])
 
 
 def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

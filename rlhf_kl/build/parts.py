@@ -217,9 +217,9 @@ def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
     policy, device = setup.policy, setup.policy.device
     if config.policy.shard:
         one = pack_last([[0]], device)
-        shard(layers_of(policy.base), policy, device)
+        shard([*layers_of(policy.base), policy], device)
         if isinstance(model.value, SeparateValue):
-            shard(layers_of(model.value.trunk.base), model.value, device)
+            shard([*layers_of(model.value.trunk.base), model.value], device)
         setup.sharded += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
         with torch.no_grad():  # the first pass makes all layers part of this root
             hidden = policy(one)
@@ -235,7 +235,7 @@ def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
         for each in apart:
             if not (layers := layers_of(each)):
                 raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
-            shard(layers, None, device)
+            shard(layers, device)
             setup.sharded.append(each)
 
 

@@ -88,7 +88,8 @@ class Rollouts:
         with unsharded(*self.sharded):
             sampled = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
             part = ranks.run(lambda: timed("time/score_s")(self.assess)(*sampled), scores=True)
-        rollout = ranks.gather(part)  # from here on there is one batch, the same in every process
+        # From here on there is one batch, the same in every process.
+        rollout = RolloutBatch.concat(ranks.all(part.cpu()))
         return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
 
     def sample(self, step: int) -> tuple[Responses, Sampled]:

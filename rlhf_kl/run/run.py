@@ -239,7 +239,6 @@ class Run:
         """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
         first, *others = self.ranks.all(self.ranks.run(self._own_states))
         states = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
-        self.ranks.check_weights(self.tracked["model"].parameters())
         tensors, slots = tensors_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
         self.ranks.run(lambda: self._write(step, tensors, slots, states))  # all wait until it is complete
 

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,6 @@ from rlhf_kl.run.folder import (
     RunFolder,
     lock_run_folder,
     newest_run,
-    remove_folder,
     sweep,
     write_atomic,
     write_folder,
@@ -197,42 +192,6 @@ def test_a_folder_is_replaced_whole_and_a_write_that_fails_leaves_the_old_one(tm
     with pytest.raises(RuntimeError, match="disk full"):
         write_folder(target, fail)
     assert [str(path.relative_to(target)) for path in target.parent.rglob("*") if path.is_file()] == ["new"]
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: the code under test gets no chance to clean up."""
-
-
-@pytest.mark.parametrize("removes", [False, True])
-def test_wherever_a_write_or_a_removal_is_killed_a_folder_is_whole_or_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: bool
-) -> None:
-    """At each call that changes names, syncs or removes; nothing after it happens."""
-    left = []
-    for fatal in range(1, 20):
-        target, calls = tmp_path / str(fatal) / "final", iter(range(1, 1000))
-        write_folder(target, lambda at: (at / "a").write_text("old") and None)
-
-        def dying(real: Callable[..., Any], calls: Any = calls, fatal: int = fatal) -> Callable[..., Any]:
-            def call(*arguments: Any, **named: Any) -> Any:
-                if (number := next(calls)) < fatal:
-                    return real(*arguments, **named)
-                if number == fatal and real.__name__ == "rmtree":  # half of it is done
-                    for file in Path(arguments[0]).glob("*"):
-                        file.unlink()
-                raise Killed
-
-            return call
-
-        with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            for place, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree")):
-                patch.setattr(place, name, dying(getattr(place, name)))
-            remove_folder(target) if removes else write_folder(target, lambda at: (at / "a").write_text("new") and None)
-        sweep(target.parent)
-        left.append({path.name: (path / "a").read_text() for path in target.parent.iterdir()})
-    assert all(each in ({"final": "old"}, {"final": "new"}, {}) for each in left)
-    assert left[0] == {"final": "old"}
-    assert left[-1] == ({} if removes else {"final": "new"})
 
 
 def test_sweeping_one_name_leaves_the_others(tmp_path: Path) -> None:
