@@ -157,20 +157,14 @@ def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
     return model
 
 
-def load_reward_model(ref: str, access: Access = SAFE, label: str | None = None) -> Model:
-    """A sequence classifier in float32, with one output or with several, of which `label` names one.
-
-    Errors: InputError if the head would be random (a causal LM's folder), or if no output is chosen.
-    """
-    if not is_classifier(ref):
+def load_reward_model(folder: str, access: Access = SAFE) -> Model:
+    """A sequence classifier in float32. Errors: InputError if its head would be random (a causal LM's folder)."""
+    if not is_classifier(folder):
         raise InputError(
-            f"{ref}: is no sequence classifier: its reward head would be random; "
+            f"{folder}: is no sequence classifier: its reward head would be random; "
             f"train one with `{shell_command()} reward-model`"
         )
-    model = _load(AutoModelForSequenceClassification, ref, access)
-    with blame(ref):
-        check_label(model, label)
-    return model
+    return _load(AutoModelForSequenceClassification, folder, access)
 
 
 def is_classifier(folder: str) -> bool:

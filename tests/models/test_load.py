@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import (
+    check_label,
     context_length,
     eos_ids,
     load_causal_lm,
@@ -112,12 +113,14 @@ def test_a_reward_model_without_its_head(copied_reward: Path) -> None:
     assert "score.weight" in problem(load_reward_model, copied_reward)
 
 
-def test_a_classifier_with_two_outputs(copied_reward: Path) -> None:
-    tensors = load_file(copied_reward / "model.safetensors")
-    tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
-    save_file(tensors, copied_reward / "model.safetensors", metadata={"format": "pt"})
-    edit(copied_reward, lambda c: c.update(id2label={"0": "x", "1": "y"}, label2id={"x": 0, "y": 1}))
-    assert "2 outputs" in problem(load_reward_model, copied_reward)
+def test_the_label_of_a_classifier_with_several_outputs() -> None:
+    two = SimpleNamespace(config=SimpleNamespace(id2label={0: "x", 1: "y"}, num_labels=2))
+    one = SimpleNamespace(config=SimpleNamespace(id2label={0: "x"}, num_labels=1))
+    check_label(two, "y")
+    check_label(one, None)
+    for model, label, expected in ((two, None, "2 outputs"), (two, "z", "none of them is 'z'"), (one, "x", "only one")):
+        with pytest.raises(InputError, match=expected):
+            check_label(model, label)
 
 
 def test_a_tokenizer_without_a_pad_token_pads_with_its_eos(copied: Path) -> None:
