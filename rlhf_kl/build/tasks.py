@@ -8,8 +8,8 @@ from typing import Any
 from rlhf_kl.build.load import Loader, tuned
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
-from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.files import drawn
+from rlhf_kl.data.texts import plain_text
 from rlhf_kl.errors import blame
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
