@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_kl.config.schema.train import PromptsSection
-from rlhf_kl.data.chat import chat_prompt, require_chat_template, turns_of
-from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.data.texts import PromptRow, chat_prompt, require_chat_template, turns_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.seeding import shuffled

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.hub import first_line, model_on_hub
+from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head
 from rlhf_kl.program import shell_command
@@ -53,13 +53,12 @@ NO_TOKENIZER = (
 )
 
 
-def _load(cls: Any, ref: str, access: Access) -> Model:
-    model_on_hub(ref, pickled=access.pickle)
+def _load(cls: Any, folder: str, access: Access) -> Model:
     try:
         # float32 for any checkpoint dtype: in bf16 master weights, small updates are lost by rounding.
         with quiet_transformers():
             model, report = cls.from_pretrained(
-                ref,
+                folder,
                 dtype=torch.float32,
                 use_safetensors=None if access.pickle else True,
                 trust_remote_code=access.remote_code,
@@ -68,7 +67,7 @@ def _load(cls: Any, ref: str, access: Access) -> Model:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if memory_is_full(error):
             raise
-        raise InputError(f"{ref}: cannot be loaded: {_load_failure(error)}") from error
+        raise InputError(f"{folder}: cannot be loaded: {_load_failure(error)}") from error
     problems = {
         "weights are missing and would be random": report["missing_keys"],
         "weights that belong to no part of the model": report["unexpected_keys"],
@@ -78,7 +77,7 @@ def _load(cls: Any, ref: str, access: Access) -> Model:
         names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise InputError(f"{ref}: {problem}: {shown}")
+            raise InputError(f"{folder}: {problem}: {shown}")
     switch_dropout_off(model)
     return model
 
@@ -149,28 +148,22 @@ def save_generation(model: Model, sampling: Sampling) -> None:
     )
 
 
-def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
-    """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
-    model = _load(AutoModelForCausalLM, ref, access)
-    with blame(ref):
+def load_causal_lm(folder: str, access: Access = SAFE) -> Model:
+    """A causal language model in float32. Errors: InputError with the reason."""
+    model = _load(AutoModelForCausalLM, folder, access)
+    with blame(folder):
         check_head(model)
     return model
 
 
-def load_reward_model(ref: str, access: Access = SAFE, label: str | None = None) -> Model:
-    """A sequence classifier in float32, with one output or with several, of which `label` names one.
-
-    Errors: InputError if the head would be random (a causal LM's folder), or if no output is chosen.
-    """
-    if not is_classifier(ref):
+def load_reward_model(folder: str, access: Access = SAFE) -> Model:
+    """A sequence classifier in float32. Errors: InputError if its head would be random (a causal LM's folder)."""
+    if not is_classifier(folder):
         raise InputError(
-            f"{ref}: is no sequence classifier: its reward head would be random; "
+            f"{folder}: is no sequence classifier: its reward head would be random; "
             f"train one with `{shell_command()} reward-model`"
         )
-    model = _load(AutoModelForSequenceClassification, ref, access)
-    with blame(ref):
-        check_label(model, label)
-    return model
+    return _load(AutoModelForSequenceClassification, folder, access)
 
 
 def is_classifier(folder: str) -> bool:
@@ -283,8 +276,4 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def texts_fingerprint(texts: Iterable[str]) -> str:
     """SHA-256 over texts in their order."""
-    digest = hashlib.sha256()
-    for text in texts:
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "big") + data)
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.schema.train import PromptsSection
-from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts
-from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.data.texts import PromptRow, plain_text
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompt, Prompts
 

@@ -5,17 +5,19 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
 from rlhf_kl.data.files import divided, drawn
 from rlhf_kl.data.texts import (
     Example,
     Labelled,
     Pair,
+    Unusable,
+    plain_text,
     read_examples,
     read_labels,
     read_pairs,
     read_prompts,
     read_texts,
+    split_conversation,
 )
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
