@@ -16,7 +16,7 @@ import pytest
 
 import rlhf_kl
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.monitors import ALARMS, FEW, GUIDE, SAMPLED, GapSum, Monitors, collapsed, worded
+from rlhf_kl.monitors import ALARMS, FEW, GUIDE, SAMPLED, Decision, GapSum, Monitors, collapsed, worded
 
 Row = dict[str, Any]
 MakeRow = Callable[[int], Row]
@@ -490,9 +490,27 @@ def test_resumed_monitors_say_what_unbroken_ones_say(cut: int) -> None:
     whole.best_checkpoint = first.best_checkpoint = {"step": 2, "metric": "objective/scores", "value": 1.0}
     found = [first(row, fact) for row, fact in zip(rows[:cut], facts[:cut], strict=True)]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for name in ("rollbacks", "turned_back", "best_checkpoint"):
+        assert getattr(second, name) == getattr(first, name)
     found += [second(row, fact) for row, fact in zip(rows[cut:], facts[cut:], strict=True)]
     assert found == expected
     assert vars(second) == vars(whole)
+
+
+def test_a_rollback_is_remembered() -> None:
+    first, second = monitors(), monitors()
+    first.rolled_back(Decision("rollback", "weights-lost", ""), 2, 0.1)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.turned_back
+    assert first.turned_back
+
+
+def test_responses_to_one_prompt_are_one_draw() -> None:
+    """Of a score's standard error: four to a prompt make it twice as large."""
+    scores = SimpleNamespace(tilt_curve=list, spread=1.0, mean_stderr=0.0)
+    alone = monitors(scores=scores)
+    groups = monitors(scores=scores, ppo={"advantage": "rloo"}, rollout={"batch_size": BATCH, "samples_per_prompt": 4})
+    assert groups.score_stderr(8) == pytest.approx(2 * alone.score_stderr(8))
 
 
 def test_the_state_does_not_grow_with_the_run() -> None:
