@@ -14,6 +14,7 @@ from rlhf_kl.build.parts import Setup, build_trainer
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard
 from rlhf_kl.errors import InputError
+from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.ppo.checks import check_start, checked_prompts
@@ -116,7 +117,9 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
     def are_enough(samples: ReferenceSamples) -> bool:
         with contextlib.suppress(InputError):  # which is raised below if more samples do not help
             scores, _ = samples.shaped(shaping, normalize=section.normalize)
-            return scores.are_enough(lambda some: starting_coef(config, some)[0])
+            # A controller expects the beta that holds the target near the solved one, also if another start is written.
+            solve = solved_coef if adjusts(config.kl.controller.kind) else starting_coef
+            return scores.are_enough(lambda some: solve(config, some)[0])
         return False
 
     with ui.progress("sampling the reference", config.reference_samples // ranks.count) as advance:
