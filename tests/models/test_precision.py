@@ -161,6 +161,10 @@ def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: C
     assert padding_gap(sampled, other) == pytest.approx(0.25)
 
 
+ROUNDS = pytest.mark.skipif(not has_rounding_products(CPU), reason="no products in bfloat16 on this processor")
+
+
+@ROUNDS
 @pytest.mark.parametrize("spread", [0.05, 0.3])
 def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
     """At logits near -70, through a unit near 10 whose column is near -7: the shift is no number that bfloat16 has."""
@@ -170,8 +174,6 @@ def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
         return torch.randn(*shape, generator=noise)
 
     layer = nn.Linear(256, 4096, bias=False)
-    if not has_rounding_products(CPU):
-        pytest.skip("no products in bfloat16 on this processor")
     with torch.no_grad():
         layer.weight.copy_(0.12 * normal(4096, 256))
         layer.weight[:, 3] = -7.03 + spread * normal(4096)
@@ -193,12 +195,11 @@ def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
     assert kl > 0.7
 
 
+@ROUNDS
 def test_gradients_of_a_rounded_head_are_those_of_float64() -> None:
     """Of a loss that no shift of the logits changes, to the rounding of bfloat16."""
     torch.manual_seed(0)
     layer, hidden = nn.Linear(64, 512, bias=False), torch.randn(48, 64, requires_grad=True)
-    if not has_rounding_products(CPU):
-        pytest.skip("no products in bfloat16 on this processor")
     with torch.no_grad():
         layer.weight[:, 3] -= 7.0
     ids = torch.randint(512, (48,))
@@ -211,11 +212,10 @@ def test_gradients_of_a_rounded_head_are_those_of_float64() -> None:
         assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.02
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="no products that round in this torch")
 def test_a_rounded_head_follows_each_change_of_its_weights() -> None:
     """By the optimizer's one kernel, and by copies, as the ceiling and a checkpoint make them."""
     torch.manual_seed(0)
-    if not hasattr(torch.backends.mkldnn, "matmul"):
-        pytest.skip("no products that round in this torch")
     layer, hidden = nn.Linear(64, 512, bias=False), torch.randn(48, 64)
     head, start = RoundedHead(layer), layer.weight.detach().clone()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
