@@ -43,11 +43,6 @@ def test_what_a_state_is_followed_by_is_its_token() -> None:
         assert responses[packed.places].tolist() == response
 
 
-def test_passes_hold_every_token_once() -> None:
-    passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100))
-    assert sorted(torch.cat([p.numbers for p in passes]).tolist()) == list(range(6))
-
-
 def test_a_row_without_a_response_has_no_state() -> None:
     whole = Layout(torch.ones(2, 5, dtype=torch.long), 3, torch.tensor([3, 1]), torch.tensor([0, 2]))
     packed = whole.pack([0, 1])
