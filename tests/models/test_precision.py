@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
-from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.logits import RoundedHead, decoding_head, has_rounding_products
@@ -19,7 +18,6 @@ from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ppo.checks import check_start, padding_gap
-from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_loss
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, response_layout, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.plugin import PluginReward
@@ -112,26 +110,6 @@ def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
         torch.testing.assert_close(result[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("shift", [0.0, -70.0, -100.0])
-def test_sampler_scoring_and_training_agree_in_float32(
-    shifted: Make, prompts_of: Callable[..., Prompts], letters: Any, shift: float
-) -> None:
-    lm = LM(shifted(shift))
-    reference = frozen_lm(copy.deepcopy(lm.model), torch.float32, CPU)
-    sampled, rollout, _ = assessed(lm, reference, prompts_of(*TEXTS), letters)
-    torch.testing.assert_close(sampled.logprobs, rollout.logprobs, rtol=0, atol=1e-4)
-    rows = rollout.layout.pack(range(len(rollout)))
-    zeros, config = torch.zeros(rollout.mask.shape), TrainConfig.model_validate({"rollout": {"temperature": 0.8}})
-
-    tokens = Tokens.of(rollout, Targets(zeros, torch.ones_like(zeros), zeros, 0.0))
-
-    x = tokens.at(rows.places)
-    logprobs = token_logprobs(lm(rows), lm.head(), x.ids, 0.8)
-    losses = ppo_loss(x, logprobs, torch.zeros_like(logprobs), None, config.ppo)
-    assert float(losses.max_logratio) < 1e-3
-    assert int(losses.clipped) == 0
-
-
 # ---- the padding check ----
 
 
@@ -145,7 +123,7 @@ def start(policy: Any, prompts: Prompts, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("shift", [-100.0, 60.0])
+@pytest.mark.parametrize("shift", [-100.0, 0.0, 60.0])
 def test_a_shift_passes_the_padding_check(
     shifted: Make, prompts_of: Callable[..., Prompts], shift: float, dtype: torch.dtype
 ) -> None:
