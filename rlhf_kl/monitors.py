@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what shows a run needs no torch
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
 Facts = Mapping[str, Any]  # of an update: the names of alarms, each with its figures
-Action = Literal["warn", "rollback", "stop"]
+Action = Literal["note", "warn", "rollback", "stop"]
 
 GUIDE = "kl"  # the page that lists the alerts
 WINDOW = 100  # rows that are kept
@@ -34,21 +34,27 @@ START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
 CLIMBS = (12, 30, 90)  # windows of `kl-climbing`, in updates
 TRENDS = (10, 25, 60)  # windows of `overoptimised-gold`, in updates
-STUCK = 5  # updates in a row: beta at its bound, or all responses equal
+STUCK = 5  # updates in a row: beta at its bound, or all responses or scores equal
 FEW, MANY = 0.2, 0.4  # share of different responses at which `alike` begins, and at which it clears
 BOUGHT = 8  # updates of `kl-not-bought`
 RISE = 10  # updates in which a KL that is called low no longer rises; twice as many for a score
 SURE = 2.0  # standard errors of the score that a KL must exceed
+EQUAL = {  # advice where all scores are equal
+    "to_rise": "The scores of all responses to a prompt are equal, so there is nothing to learn: look at the scores in "
+    "samples.jsonl; a reward has to tell responses apart, or the prompts are too easy or too hard for it",
+    "to_lower": "the scores of all responses to a prompt are equal: look at the reward",
+    "change": "look at the reward, whose scores for a prompt are all equal, and not at",
+}
 ROLLBACKS = 5  # at most in a run
 PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One line of the table. One that stops or rolls back gives its text as the reason."""
+    """One line of the table. One that stops or rolls back gives its text as the reason; a note asks for nothing."""
 
     name: str  # the fixed word that an alert begins with
-    text: str  # with places for figures
+    text: str  # with places for figures and for the advice
     measure: Callable[[Monitors], Figures | None] | None = None  # None: not known; no function: an event
     begins: Callable[[Figures], bool] = lambda _: True
     clears: Callable[[Figures], bool] = lambda _: False
@@ -81,11 +87,12 @@ class Monitors:
         coef: float,
         control: Any,
         scores: ReferenceScores | None,
+        learning_rate: float,
         from_reference: bool = True,
     ) -> None:
         """`coef`: the starting beta. `control`: the KL controller. `scores`: of the reference's samples.
 
-        `from_reference`: whether the policy starts as its reference, with a KL of 0.
+        `learning_rate`: the peak. `from_reference`: whether the policy starts as its reference, with a KL of 0.
         """
         self.config, self.scores, self.from_reference = config, scores, from_reference
         self.target = config.kl.target_value if coef else None
@@ -96,6 +103,7 @@ class Monitors:
         self.bounds = (control.min_coef, control.max_coef) if control.adjusts else (None, None)
         self.constant_coef = None if control.adjusts else coef
         self.curve: Sequence[Mapping[str, float]] = scores.tilt_curve() if scores else []
+        self.advice = _advice(config, learning_rate) | {"unit": self.unit, "target": self.target}
         self.row: Mapping[str, Any] = {}
         self.now: dict[str, float] = {}  # the figures of this row
         self.facts: Facts = {}
@@ -118,10 +126,10 @@ class Monitors:
         alerts, decision = [], None
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                words = alarm.words({"unit": self.unit, "target": self.target, **figures})
+                words = alarm.words(self.advice | dict(figures) | (EQUAL if equal_scores(self) else {}))
                 if alarm.action == "warn":
                     alerts.append(words)
-                elif decision is None:
+                elif alarm.action != "note" and decision is None:
                     decision = Decision(alarm.action, alarm.name, words)
         return alerts, decision
 
@@ -216,10 +224,17 @@ class Monitors:
         """The smoothed score."""
         return fmean(self.values("objective/scores", START))
 
+    def score_stderr(self, updates: int) -> float:
+        """Standard error of the gain over some updates: of their batches (by prompts) and of the reference's mean."""
+        assert self.scores is not None
+        rollout = self.config.rollout
+        draws = updates * rollout.batch_size / rollout.samples_per_prompt
+        return math.hypot(self.scores.spread / math.sqrt(draws), self.scores.mean_stderr)
 
-def worded(facts: Facts) -> list[str]:
-    """The alerts of events, without a history."""
-    return [alarm.words(facts[alarm.name]) for alarm in ALARMS if alarm.name in facts and alarm.action == "warn"]
+
+def worded(facts: Facts, action: Action = "warn") -> list[str]:
+    """The alerts of events, without a history; or the notes, which are plain lines."""
+    return [each.words(facts[each.name]) for each in ALARMS if each.name in facts and each.action == action]
 
 
 def collapsed(row: Mapping[str, Any]) -> bool:
@@ -231,6 +246,30 @@ def collapsed(row: Mapping[str, Any]) -> bool:
 _BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
 _STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
           "best_checkpoint")  # fmt: skip
+
+
+def _advice(config: TrainConfig, learning_rate: float) -> dict[str, Any]:
+    """What to do, by the controller: a written coef is only the start where the controller changes it."""
+    kind, batch, ceiling = config.kl.controller.kind, config.rollout.batch_size, config.kl.ceiling is not None
+    constant = kind in ("fixed", "schedule")
+    limit = "raise rollout.batch_size" if ceiling else "set kl.ceiling"
+    exact = "Set kl.placement: rao_blackwell with kl.estimator: exact, a penalty without noise. "
+    noise = (
+        f"Lower ppo.learning_rate ({learning_rate:.3g}, say to {learning_rate / 3:.1g}) or raise rollout.batch_size "
+    )
+    noise += f"({batch}, say to {4 * batch}); if neither helps, the policy may be unable to learn this reward"
+    rise = "Lower kl.controller.coef, raise ppo.learning_rate, or use kl.controller.kind: adaptive"
+    goal = "Lower kl.target, raise ppo.learning_rate, or train for more updates. A target is a goal: where you want a "
+    goal += "limit only, set kl.controller {kind: fixed, coef: 0} and a kl.ceiling"
+    return {
+        "to_rise": rise if constant else goal,
+        "to_lower": "lower kl.controller.min_coef or kl.target",
+        "to_fall": "Raise kl.controller.coef, lower ppo.learning_rate" if constant else "Lower ppo.learning_rate",
+        "to_restrain": "Raise kl.controller.coef" if constant else "Lower kl.target (a goal that beta also falls for)",
+        "less_noise": exact * ((config.kl.placement, config.kl.estimator) == ("reward", "k1")) + noise,
+        "limit_kl": limit,
+        "adapt": limit if kind == "adaptive" else "use kl.controller.kind: adaptive",
+    }
 
 
 # ---- statistics
@@ -371,10 +410,16 @@ def mean_kl(m: Monitors) -> Figures | None:
     kls = [row["kl"] for row in m.rows[max(0, len(m.rows) - m.updates + m.warmup) :] if "kl" in row]
     if m.target is None or not m.has("kl") or len(kls) < START:
         return None
-    mean = fmean(kls)
-    ratio = mean / m.target
-    low = math.inf if still_rises(m.values("kl"), RISE) else ratio
-    return {"mean": mean, "count": len(kls), "ratio": ratio, "low": low}
+    ratio, rises = fmean(kls) / m.target, still_rises(m.values("kl"), RISE) and not equal_scores(m)
+    return {"mean": fmean(kls), "count": len(kls), "ratio": ratio, "low": math.inf if rises else ratio}
+
+
+def equal_scores(m: Monitors) -> bool:
+    """Whether no response scored better than another one to its prompt for some updates."""
+    spreads, equal = m.values("objective/scores_std", STUCK), m.values("rollout/equal_groups", STUCK)
+    groups = m.config.rollout.batch_size // m.config.rollout.samples_per_prompt
+    none = len(spreads) == STUCK and max(spreads) <= 1e-6 * max(1.0, abs(m.now.get("objective/scores", 0.0)))
+    return none or (len(equal) == STUCK and min(equal) >= groups)
 
 
 def falling_gold(m: Monitors) -> Figures | None:
@@ -411,9 +456,7 @@ def bought(m: Monitors) -> Figures | None:
         return None
     kl = fmean(row["kl/sequence"] for row in recent)
     gain = fmean(row["objective/scores_shaped"] for row in recent) - m.scores.mean
-    draws = BOUGHT * m.config.rollout.batch_size / m.config.rollout.samples_per_prompt
-    stderr = math.hypot(m.scores.spread / math.sqrt(draws), m.scores.mean_stderr)
-    most = gain + SURE * stderr  # noise of the batches is no reason to warn
+    most = gain + SURE * m.score_stderr(BOUGHT)  # noise of the batches is no reason to warn
     known = most <= m.curve[-1]["gain"] and not still_rises(m.values("objective/scores_shaped"), 2 * RISE)
     return {"kl": kl, "most": least_kl(m.curve, most) / kl, "share": least_kl(m.curve, gain) / kl, "known": known}
 
@@ -430,7 +473,7 @@ def sign(key: str, message: str, size: Callable[[float, float], float], updates:
         return {"low": scores[0], "high": scores[1], "start": found[0], "now": found[1], "size": size(*found)}
 
     text = f"the score rose from {{low:.3g}} to {{high:.3g}} while {message}: the policy may exploit the reward. "
-    text += "Read its samples. " + _TO_RESTRAIN
+    text += "Read its samples. {to_restrain}"
     return Alarm("overoptimised-signs", text, measure, lambda f: f["size"] >= 1, lambda f: f["size"] < 0.8, part=key)
 
 
@@ -475,14 +518,6 @@ def broken(m: Monitors) -> Figures | None:
 
 # ---- the table
 
-_TO_FALL = "Lower ppo.learning_rate, or raise a constant kl.controller.coef"
-_TO_RESTRAIN = "Lower kl.target (a goal that beta also falls for), or raise a constant kl.controller.coef"
-_TO_RISE = (
-    "Look whether scores differ between responses (samples.jsonl). Then raise ppo.learning_rate, train for more "
-    "updates, or lower kl.target or a constant kl.controller.coef. A target is a goal: where you want a limit only, "
-    "set kl.controller {{kind: fixed, coef: 0}} and a kl.ceiling"
-)
-_OR_ADAPT = ", or use kl.controller.kind: adaptive, or set kl.ceiling"
 _MEAN = "KL averages {mean:.3g} nats per {unit} over the last {count} updates"
 _AT_BOUND = f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the controller cannot go further: "
 _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
@@ -499,6 +534,7 @@ ALARMS = (
     Alarm("eval-scores", "a score of the reward model was not finite: left out"),
     Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
+    Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
     Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
@@ -511,42 +547,39 @@ ALARMS = (
     Alarm("sampler-mismatch", "over {updates} updates the tokens were not sampled from the policy that is trained: "
           "{found}. Check temperature, top-k and top-p, dropout, padding and dtype",
           sampled_elsewhere, lambda f: bool(f["found"])),
-    Alarm("beta-at-min", _AT_BOUND + "lower kl.controller.min_coef or kl.target",
+    Alarm("beta-at-min", _AT_BOUND + "{to_lower}",
           at_bound(0), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
     Alarm("beta-at-max", _AT_BOUND + "raise kl.controller.max_coef or kl.target",
           at_bound(1), lambda f: f["stuck"], lambda f: f["left"], hold=STUCK),
     Alarm("kl-spike", "the KL of this update is {kl:.3g} nats per {unit}, the median of the {count} before it "
-          "{usual:.3g}. Lower ppo.learning_rate, set ppo.max_update_kl, or set kl.ceiling",
+          "{usual:.3g}. Lower ppo.learning_rate, set ppo.max_update_kl, or {limit_kl}",
           usual_kl, lambda f: f["jump"] and f["kl"] > max(2.5 * f["usual"], f["floor"]),
           lambda f: f["kl"] < max(1.5 * f["usual"], f["floor"] / 1.5), hold=3),
     Alarm("kl-max-spike", "one response has a KL of {largest:.3g} nats, {times:.1f}x the mean of the update; usual is "
-          "{before:.1f}x. Read the samples with the largest KL (rlhf-kl report). " + _TO_FALL + ", or set kl.ceiling",
+          "{before:.1f}x. Read the samples with the largest KL (rlhf-kl report). {to_fall}, or {limit_kl}",
           largest_kl, lambda f: f["times"] > 3 * f["before"], lambda f: f["times"] < 2 * f["before"], hold=3),
     Alarm("kl-climbing", "KL rose from {low:.3g} to {high:.3g} nats per {unit} (means of the first and the last third "
-          "of {window} updates) and is still rising. " + _TO_FALL + _OR_ADAPT,
+          "of {window} updates) and is still rising. {to_fall}, or {adapt}",
           rising_kl, lambda f: f["window"] > 0, lambda f: f["over"], hold=3),
     Alarm("kl-hardly-learning", _MEAN + ", under a tenth of the target {target:g}: the policy hardly changes. "
-          + _TO_RISE, mean_kl, lambda f: f["low"] < 0.1, lambda f: f["ratio"] > 0.12),
+          "{to_rise}", mean_kl, lambda f: f["low"] < 0.1, lambda f: f["ratio"] > 0.12),
     Alarm("kl-below-target", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy uses little of its KL budget. "
-          + _TO_RISE, mean_kl, lambda f: f["low"] < 0.5, lambda f: f["ratio"] > 0.55, unless="kl-hardly-learning"),
-    Alarm("kl-above-target", _MEAN + ", {ratio:.1f}x the target {target:g}. " + _TO_FALL + ", or set kl.ceiling",
+          "{to_rise}", mean_kl, lambda f: f["low"] < 0.5, lambda f: f["ratio"] > 0.55, unless="kl-hardly-learning"),
+    Alarm("kl-above-target", _MEAN + ", {ratio:.1f}x the target {target:g}. {to_fall}, or {limit_kl}",
           mean_kl, lambda f: f["ratio"] > 2, lambda f: f["ratio"] < 1.8),
-    Alarm("kl-drifting", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy exceeds its KL budget. "
-          + _TO_FALL + _OR_ADAPT,
-          mean_kl, lambda f: f["ratio"] > 4 / 3, lambda f: f["ratio"] < 1.2, unless="kl-above-target"),
+    Alarm("kl-drifting", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy exceeds its KL budget. {to_fall}, "
+          "or {adapt}", mean_kl, lambda f: f["ratio"] > 4 / 3, lambda f: f["ratio"] < 1.2, unless="kl-above-target"),
     # What the KL is spent on.
     Alarm("overoptimised-gold", "over the last {window} updates the score rose by {rise:.2g} to {score:.3g} while gold "
-          "fell by {fall:.2g} to {gold:.3g}: the policy exploits the reward model. " + _TO_RESTRAIN
-          + ", or go back to an earlier checkpoint",
+          "fell by {fall:.2g} to {gold:.3g}: the policy exploits the reward model. {to_restrain}, or go back to an "
+          "earlier checkpoint",
           falling_gold, lambda f: f["window"] > 0, lambda f: not f["window"] and f["over"], hold=5),
     Alarm("overoptimised-perplexity", "the score rises ({low:.3g} to {high:.3g}) while held-out perplexity gets worse "
-          "({before:.3g} to {perplexity:.3g}): the policy forgets its language. " + _TO_RESTRAIN,
+          "({before:.3g} to {perplexity:.3g}): the policy forgets its language. {to_restrain}",
           worse_perplexity, lambda f: f["rose"] and f["times"] > 1.5, lambda f: f["times"] < 1.35),
     # By the Gaussian law a tenth of the KL is a third of the score that it could have bought.
     Alarm("kl-not-bought", f"over the last {BOUGHT} updates the gain in score needs at most {{most:.0%}} of the KL "
-          "({kl:.3g} nats per response); the rest brought no score: the policy follows noise. Set kl.placement: "
-          "rao_blackwell with kl.estimator: exact (a penalty without noise), lower ppo.learning_rate or raise "
-          "rollout.batch_size; if nothing helps, the policy may be unable to learn this reward",
+          "({kl:.3g} nats per response); the rest brought no score: the policy follows noise. {less_noise}",
           bought, lambda f: f["known"] and f["most"] < 0.1, lambda f: f["share"] > 0.15),
     sign("cross perplexity", "its samples became unlikely under the reference (perplexity {start:.3g} to {now:.3g})",
          lambda start, now: _times(start, now) / math.log(2)),

@@ -16,7 +16,7 @@ import pytest
 
 import rlhf_kl
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.monitors import ALARMS, FEW, GUIDE, SAMPLED, GapSum, Monitors, collapsed
+from rlhf_kl.monitors import ALARMS, FEW, GUIDE, SAMPLED, Decision, GapSum, Monitors, collapsed, worded
 
 Row = dict[str, Any]
 MakeRow = Callable[[int], Row]
@@ -35,7 +35,7 @@ def monitors(updates: int = 60, coef: float = 0.1, scores: Any = None, start: bo
     control = SimpleNamespace(
         adjusts=config.kl.controller.kind not in ("fixed", "schedule"), min_coef=0.01, max_coef=1.0
     )
-    return Monitors(config, coef=coef, control=control, scores=scores, from_reference=start)
+    return Monitors(config, coef=coef, control=control, scores=scores, learning_rate=1e-3, from_reference=start)
 
 
 def texts(m: Monitors, make_row: MakeRow, updates: int = 60, first: int = 1) -> list[tuple[int, str]]:
@@ -237,6 +237,43 @@ def test_noise_in_gold_is_no_fall() -> None:
     assert texts(monitors(), score_and_gold(lambda step: 3 + 0.005 * step, lambda _: 1.0), 3000) == []
 
 
+@pytest.mark.parametrize("kind", ["fixed", "schedule", "pid", "adaptive"])
+@pytest.mark.parametrize("ceiling", [False, True])
+def test_advice_can_be_followed_with_the_controller_in_use(kind: str, ceiling: bool) -> None:
+    section = {"controller": {"kind": kind, "coef": 0.1}, "ceiling": {"value": 9.0} if ceiling else None}
+    constant = kind in ("fixed", "schedule")
+    for level in (0.04, 0.15, 0.25):
+        [(_, text)] = texts(monitors(kl=section), kl(level))
+        assert ("kl.controller.coef" in text) == constant
+        assert ("set kl.ceiling" in text) <= (not ceiling)
+        assert ("use kl.controller.kind: adaptive" in text) <= (kind != "adaptive")
+    assert "averages 0.25 nats per token over the last 5 updates, 2.5x the target 0.1. " in text
+
+
+@pytest.mark.parametrize("advantage", ["gae", "rloo"])
+def test_equal_scores_are_told_in_place_of_a_higher_learning_rate(advantage: str) -> None:
+    """`rloo` compares responses to one prompt, where scores that differ only between prompts are equal."""
+    size = 4 if advantage == "rloo" else 1
+    sections = {"ppo": {"advantage": advantage}, "rollout": {"batch_size": BATCH, "samples_per_prompt": size}}
+    facts = {"learning-rate-at-bound": {"why": "x", "factor": 10.0, "change": "raise"}}
+
+    def alerts(std: float, groups: int) -> str:
+        m, row = monitors(**sections), {"objective/scores": 1.0, "objective/scores_std": std, "kl/coef_next": 0.01}
+        row |= {"rollout/equal_groups": groups} if size > 1 else {}
+        told = [m({"step": step, "kl/token": 0.003 * step, **row}, facts)[0] for step in range(1, 17)]
+        return "\n".join(alert for alerts in told[4:] for alert in alerts)
+
+    equal = alerts(1.0 if size > 1 else 0.0, BATCH // size)
+    assert {line.partition(":")[0] for line in equal.splitlines()} == {
+        "beta-at-min",
+        "kl-below-target",
+        "learning-rate-at-bound",
+    }
+    assert equal.count("samples.jsonl") == 1
+    assert not re.search("(raise|lower) ", equal, re.IGNORECASE)
+    assert "raise ppo.learning_rate" in alerts(1.0, BATCH // size - 1)
+
+
 def test_again_only_after_it_has_cleared_with_a_margin() -> None:
     m = monitors(18)
     hover = names(m, kl(lambda step: 0.21 if (step // 60) % 2 else 0.19), 400)
@@ -321,15 +358,31 @@ def test_when_nothing_is_said_of_the_kl() -> None:
     assert len(not_bought(bought(lambda step: waves[step // 30 != 1]), 90)) == 1
 
 
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_a_noisy_penalty_is_mended_first(placement: str) -> None:
+    section = {"placement": placement, "estimator": "k1" if placement == "reward" else "k2"}
+    [text] = [text for _, text in texts(monitors(scores=SCORES, kl=section), bought(0.0)) if "not-bought" in text]
+    assert ("rao_blackwell with kl.estimator: exact, a penalty without noise. Lower ppo" in text) == (
+        placement == "reward"
+    )
+    assert "Lower ppo.learning_rate (0.001, say to 0.0003) or raise rollout.batch_size (64, say to 256)" in text
+
+
 # ---- events and decisions
 
 
 def test_the_guide_lists_every_alert() -> None:
     page = (Path(rlhf_kl.__file__).parent / "guide" / f"{GUIDE}.md").read_text()
-    assert {alarm.name for alarm in ALARMS} <= set(re.findall(r"`([a-z-]+)`", page))
+    assert {alarm.name for alarm in ALARMS if alarm.action != "note"} <= set(re.findall(r"`([a-z-]+)`", page))
     [(_, text)] = texts(monitors(), kl(0.25))
-    assert "averages 0.25 nats per token over the last 5 updates, 2.5x the target 0.1. " in text
     assert text.endswith(f"(rlhf-kl guide {GUIDE})")
+
+
+def test_a_changed_learning_rate_asks_for_nothing() -> None:
+    facts = {"learning-rate-changed": {"why": "so it was", "factor": 0.5}}
+    assert monitors()({"step": 1}, facts) == ([], None)
+    assert worded(facts) == []
+    assert worded(facts, "note") == ["the learning rate is now 0.5x its schedule: so it was"]
 
 
 def test_events_are_told_each_time_and_a_failing_gold_scorer_where_it_begins_to_fail() -> None:
@@ -437,9 +490,27 @@ def test_resumed_monitors_say_what_unbroken_ones_say(cut: int) -> None:
     whole.best_checkpoint = first.best_checkpoint = {"step": 2, "metric": "objective/scores", "value": 1.0}
     found = [first(row, fact) for row, fact in zip(rows[:cut], facts[:cut], strict=True)]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for name in ("rollbacks", "turned_back", "best_checkpoint"):
+        assert getattr(second, name) == getattr(first, name)
     found += [second(row, fact) for row, fact in zip(rows[cut:], facts[cut:], strict=True)]
     assert found == expected
     assert vars(second) == vars(whole)
+
+
+def test_a_rollback_is_remembered() -> None:
+    first, second = monitors(), monitors()
+    first.rolled_back(Decision("rollback", "weights-lost", ""), 2, 0.1)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.turned_back
+    assert first.turned_back
+
+
+def test_responses_to_one_prompt_are_one_draw() -> None:
+    """Of a score's standard error: four to a prompt make it twice as large."""
+    scores = SimpleNamespace(tilt_curve=list, spread=1.0, mean_stderr=0.0)
+    alone = monitors(scores=scores)
+    groups = monitors(scores=scores, ppo={"advantage": "rloo"}, rollout={"batch_size": BATCH, "samples_per_prompt": 4})
+    assert groups.score_stderr(8) == pytest.approx(2 * alone.score_stderr(8))
 
 
 def test_the_state_does_not_grow_with_the_run() -> None:
@@ -496,7 +567,7 @@ def test_honest_sampling_raises_no_alarm_at_any_time(name: str, tokens: int) -> 
     assert alarms <= 1  # at most 0.25 are expected
 
 
-@pytest.mark.parametrize("temperature", [0.9, 1.1])
+@pytest.mark.parametrize("temperature", [0.7, 0.9, 1.1, 1.5])
 def test_another_temperature_is_seen_within_a_few_thousand_tokens(temperature: float) -> None:
     p = 1 / np.arange(1, 101)
     p /= p.sum()

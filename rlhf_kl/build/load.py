@@ -16,7 +16,7 @@ from rlhf_kl.config.schema.base import RunSection, TunedSection
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.train import EvalSection, PromptsSection
-from rlhf_kl.data.files import HELDOUT_SHARE, Row, divided, drawn, load_rows, text_column
+from rlhf_kl.data.files import HELDOUT_SHARE, Row, drawn, load_rows, split_heldout, text_column, without_leaks
 from rlhf_kl.data.texts import (
     Example,
     Labelled,
@@ -120,32 +120,36 @@ class Loader:
         An adapter is trained further, or with a fresh one merged first.
         """
         loaded = self.language_model(ref, "policy.model", keep_adapter=section.lora is None)
-        model = tuned(loaded.model, section, ref, seed)
+        model = tuned(loaded.model, section, base_name(ref, loaded), seed)
         return Loaded(model, loaded.tokenizer, loaded.folder, loaded.began_as_adapter and section.lora is None)
 
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
         with ui.waiting(f"loading {key}"), blame(key):
-            model, tokenizer = self._classifier(ref)
-            with blame(ref):
-                check_label(model, section.label)
+            folder = self.folder(ref)
+            if is_adapter(folder):
+                model, tokenizer = self._classifier_of_adapter(folder, section.label)
+            else:
+                model = load_reward_model(folder, self.access, section.label)
+                tokenizer = load_tokenizer(folder, self.access)
             form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
             model = freeze(model).to(self.device)
             return RewardModel(model, tokenizer, form=form, label=section.label, dtype=self.dtype)
 
-    def _classifier(self, ref: str) -> tuple[Any, Any]:
-        """A classifier and its tokenizer; the base of an adapter may be a language model."""
-        folder = self.folder(ref)
-        if not is_adapter(folder):
-            return load_reward_model(folder, self.access), load_tokenizer(folder, self.access)
+    def _classifier_of_adapter(self, folder: str, label: str | None) -> tuple[Any, Any]:
+        """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model."""
         require_classifier_adapter(folder)
-        base = adapter_base(folder)
-        if is_classifier(self.folder(base)):
-            model, tokenizer = self._classifier(base)
+        ref = adapter_base(folder)
+        base = self.folder(ref)
+        if is_classifier(base):
+            tokenizer = load_tokenizer(base, self.access)
+            model = load_reward_model(base, self.access, label)
         else:
-            lm = self._language_model(base)
+            lm = self._language_model(ref)
             tokenizer = lm.tokenizer
-            model = classifier_from_lm(lm.model, tokenizer, self.access)  # its head comes with the adapter
+            model = classifier_from_lm(lm.model, lm.tokenizer, self.access)  # its head comes with the adapter
+            with blame(folder):
+                check_label(model, label)
         merged = merge(load_adapter(model, folder))
         remember_format(merged, folder)
         return merged, self._tokenizer_of_adapter(folder, tokenizer)
@@ -237,7 +241,7 @@ class Loader:
                 key, ref, split, lambda rows: read_examples(rows, *columns, ref, chat=chat), data.max_documents
             )
 
-        return _split(data, "texts", read, lambda row: row.prompt)
+        return _split(data, "texts", read, prompt_of)
 
     def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
         """The preference pairs of one file or data set."""
@@ -246,7 +250,7 @@ class Loader:
 
     def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
         """Preference pairs, and held-out ones."""
-        return _split(data, "pairs", functools.partial(self.all_pairs, data), lambda row: row.prompt)
+        return _split(data, "pairs", functools.partial(self.all_pairs, data), prompt_of)
 
     def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
         """Labelled training texts and held-out ones."""
@@ -272,12 +276,36 @@ def _split(
     return divided(f"data.{name}", rows, kept, identity)
 
 
+def divided(
+    key: str, train: list[T], kept: list[T] | None, identity: Callable[[T], Hashable]
+) -> tuple[list[T], list[T]]:
+    """Training rows and held-out rows: `kept`, or a part that is split off. Rows with one `identity` stay together."""
+    with blame(key):
+        if kept is None:
+            return split_heldout(train, identity)
+        rest = without_leaks(train, kept, identity)
+    if len(rest) < len(train):
+        count = len(train) - len(rest)
+        log.info(f"{key}: {count} of {len(train)} rows left out: they are among the held-out ones")
+    return rest, kept
+
+
+def prompt_of(row: Example | Pair) -> Hashable:
+    """What rows that stay together share."""
+    return row.prompt
+
+
 def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:
     target, arguments = load_reward(plugin)
     return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
 
 
 # ---- models to train
+
+
+def base_name(ref: str, loaded: Loaded) -> str:
+    """The base in a fresh adapter's config: the folder of a local model, else the hub id."""
+    return loaded.folder if Path(ref).is_dir() else ref
 
 
 def tuned(

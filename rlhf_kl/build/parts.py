@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_kl.build.load import Loaded, Loader
+from rlhf_kl.build.load import Loaded, Loader, divided
 from rlhf_kl.build.world import with_files
 from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.train import PromptsSection
-from rlhf_kl.data.files import divided
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.distributed import Ranks, shard, unsharded

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_kl.build.load import Loader, tuned
+from rlhf_kl.build.load import Loader, base_name, tuned
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.files import drawn
-from rlhf_kl.data.texts import plain_text
 from rlhf_kl.errors import blame
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
@@ -62,7 +62,7 @@ def build_reward_task(config: RewardModelConfig, loader: Loader, train: list[Any
     with blame("policy.model"):
         model = classifier_from_lm(loaded.model, loaded.tokenizer, loader.access)
     initialise_head(model.score, derive_seed(config.run.seed, "head"))
-    model = tuned(model, section, section.model, config.run.seed, CLASSIFIER)
+    model = tuned(model, section, base_name(section.model, loaded), config.run.seed, CLASSIFIER)
     form = TextFormat(chat=data.chat_template)
     reward = RewardModel(model.to(loader.device), loaded.tokenizer, form=form, dtype=loader.dtype)
     return (PairTask if data.labels is None else LabelTask)(reward, train, drawn(kept, most))

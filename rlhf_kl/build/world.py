@@ -18,9 +18,10 @@ from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.world import GOLD, cache_folder, is_builtin, part_key, world_spec
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import RewardModelConfig, Section, SFTConfig
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import GuardStop, InputError, RunFailed
 from rlhf_kl.models.load import parameter_count
-from rlhf_kl.run.folder import sweep, write_folder
+from rlhf_kl.monitors import worded
+from rlhf_kl.run.folder import FULL, sweep, write_folder
 from rlhf_kl.run.log import write_json
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.loop import SupervisedTrainer
@@ -77,11 +78,9 @@ def world_file(ref: str, part: str) -> str:
     if not is_builtin(ref):
         return ref
     world = World(ref)
-    if part == "gold":
-        return GOLD
-    if part == "policy":
-        return str(world.policy())
-    return str(world.reward_model() if part == "reward_model" else world.file(part))
+    if part in ("policy", "reward_model"):
+        return str(world.policy() if part == "policy" else world.reward_model())
+    return GOLD if part == "gold" else str(world.file(part))
 
 
 class World:
@@ -93,6 +92,8 @@ class World:
     def __init__(self, ref: str) -> None:
         self.ref, self.spec = ref, world_spec(ref)
         self.folder = cache_folder() / self.spec.name
+
+    # ------------------------------------------------------------------ parts
 
     def corpus(self) -> Path:
         """Folder with texts, prompts and pairs as .jsonl."""
@@ -119,6 +120,8 @@ class World:
         """One file of the corpus: train, heldout, prompts, heldout_prompts, pairs, heldout_pairs."""
         return self.corpus() / f"{name}.jsonl"
 
+    # ------------------------------------------------------------------ building
+
     def _write_corpus(self, folder: Path) -> None:
         corpus = write_corpus(self.spec.seed, self.spec.sizes)
 
@@ -141,18 +144,23 @@ class World:
         settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
         seed_libraries(config.run.seed)
         trainer = SupervisedTrainer(task, settings, config.run.seed)
+        title = f"building {self.spec.name}: {part}"
         log.info(f"{len(task)} rows, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
-        with ui.progress(f"building {self.spec.name}: {part}", trainer.steps) as advance:
+        with ui.progress(title, trainer.steps) as advance:
             for step in range(1, trainer.steps + 1):
                 trainer.step(step)
                 advance(1)
+                for alert in worded(trainer.facts):
+                    log.warning(f"{title}: {alert}")
+                if trainer.stuck:
+                    raise GuardStop(f"{title}: {trainer.skipped} steps in a row had gradients that were not finite")
         task.save(folder)
         write_json(folder / "summary.json", {"final": task.evaluate(), "versions": _versions()})
 
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
         """The folder of a part, written under another name and renamed: where it is there, it is complete.
 
-        Errors: InputError where nothing can be written; the run would report its own folder.
+        Errors: RunFailed for a full disk, else InputError; the run would report its own folder.
         """
         target = self.folder / name
         try:
@@ -167,8 +175,9 @@ class World:
                         write_folder(target, build)
         except OSError as error:
             reason = f"the built-in world cannot be kept there: {error.strerror or error}"
+            kind = RunFailed if error.errno in FULL else InputError
             advice = "make room there, or name another folder in RLHF_KL_CACHE"
-            raise InputError(f"{cache_folder()}: {reason}: {advice}") from error
+            raise kind(f"{cache_folder()}: {reason}: {advice}") from error
         return target
 
 

@@ -103,7 +103,8 @@ def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, ke
         (place / "README.md").write_text(card, encoding="utf-8")
 
     if keep:
-        save_generation(policy, setup.sampling)
+        if changed := save_generation(policy, setup.sampling):
+            log.info(f"{folder.name}/generation_config.json is that of the rollouts: {changed}")
         write_folder(folder, write)
 
 

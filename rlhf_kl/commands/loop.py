@@ -61,6 +61,7 @@ class TrainLoop:
             coef=training.coef,
             control=self.trainer.controller,
             scores=training.reference_scores,
+            learning_rate=self.trainer.rate.peak,
             from_reference=setup.reference_is_initial_policy,
         )
         run.track(monitors=self.monitors)
@@ -101,9 +102,8 @@ class TrainLoop:
             # A policy with a broken number is no checkpoint.
             self.run.log(row, sound=not {"update-skipped", "weights-lost"} & found.keys())
             ui.show_row(row)
-            if changed := found.get("learning-rate-changed"):
-                factor, why = changed["factor"], changed["why"]
-                log.info(f"update {step}: the learning rate is now {factor:.3g}x its schedule: {why}")
+            for note in worded(found, "note"):
+                log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
                 log.warning(f"update {step}: {alert}")
             if ended_by:

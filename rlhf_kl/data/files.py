@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
-from rlhf_kl.errors import InputError, no_such_file
+from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name, reachable
-from rlhf_kl.ui import log
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -64,11 +64,21 @@ def checked_text(value: Any, where: str) -> str:
     return value
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def broken_text(value: Any) -> str | None:
+    """The first text in a value, or in what it holds, with half of a surrogate pair, which no UTF-8 can hold."""
+    if isinstance(value, str):
+        return value if _SURROGATE.search(value) else None
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return next((found for part in parts if (found := broken_text(part)) is not None), None)
+
+
 def _jsonl(text: str, where: str) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            place = f"{where}, line {number}"
-            yield _mapping(_parse(line, place), place)
+            yield _mapping(_parse(line, f"{where}, line {number}"), f"{where}, line {number}")
 
 
 def _json(text: str, where: str) -> Iterator[Row]:
@@ -83,9 +93,13 @@ def _csv(text: str, where: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # characters in a cell; by default 131,072
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
+        names = list(reader.fieldnames or [])
+        if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
+            raise InputError(f"{where}: its header names {twice[0]!r} more than once")
         for row in reader:
             if None in row:  # DictReader's key for cells without a column
-                raise InputError(f"{where}: line {reader.line_num}: more cells than the header has columns")
+                cells = len(names) + len(row[None])
+                raise InputError(f"{where}: line {reader.line_num}: {cells} cells for {len(names)} columns")
             yield row
     except csv.Error as error:
         raise InputError(f"{where}: {error}") from error
@@ -116,6 +130,8 @@ def _parse(text: str, where: str) -> Any:
 def _mapping(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise InputError(f"{where}: is a {type(row).__name__}, not a mapping of columns")
+    if (broken := broken_text(row)) is not None:
+        raise InputError(f"{where}: half of a surrogate pair is no text: {broken[-60:]!r}")
     return row
 
 
@@ -133,9 +149,18 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     try:
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
     except Exception as error:  # the library raises a dozen kinds
-        reason = first_line(error) if online else "the hub cannot be reached, and its cache does not hold it"
-        raise InputError(f"{ref}: cannot be read: {reason}; {no_such_file(ref)}") from error
+        raise InputError(f"{ref}: {_reason(error, ref, split, online)}") from error
     return [dict(row) for row in data]
+
+
+def _reason(error: Exception, ref: str, split: str, online: bool) -> str:
+    text = first_line(error)
+    if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
+        names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
+        return f"has no split {split!r}{suggestion(split, names)}"
+    if not online:
+        return f"the hub cannot be reached, its cache does not contain it, and {no_such_file(ref)}"
+    return f"cannot be read: {text}"
 
 
 def drawn(rows: Sequence[T], most: int | None) -> list[T]:
@@ -150,25 +175,23 @@ def drawn(rows: Sequence[T], most: int | None) -> list[T]:
     return [rows[i] for i in sorted(shuffled(len(rows), 0, "drawn")[:most].tolist())]
 
 
-def divided(
-    key: str, train: Sequence[T], kept: Sequence[T] | None, identity: Callable[[T], Hashable]
-) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows: `kept`, or all rows of one in twenty of the identities.
+def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable]) -> tuple[list[T], list[T]]:
+    """Training rows and held-out rows: one in twenty of the distinct keys is held out with all of its rows.
 
-    Rows with one identity (the same text, the same prompt of several pairs) stay together, so nothing leaks.
-    Errors: InputError, with `key` in front, for too few rows to split, or if none is left to train on.
+    Rows with the same key (the same text, the same prompt of several pairs) stay together, so nothing leaks.
+    Errors: InputError for fewer than twenty distinct keys.
     """
-    if kept is None:
-        names = list(dict.fromkeys(map(identity, train)))
-        if len(names) < HELDOUT_SHARE:
-            raise InputError(f"{key}: {len(names)} different rows are too few to split: name a held-out data set")
-        apart = set(drawn(names, len(names) // HELDOUT_SHARE))
-        kept = [row for row in train if identity(row) in apart]
-    else:
-        apart = set(map(identity, kept))
-    rest = [row for row in train if identity(row) not in apart]
-    if not rest:
-        raise InputError(f"{key}: every row is a held-out row too")
-    if count := len(train) - len(rest):
-        log.info(f"{key}: {count} of {len(train)} rows are held out")
-    return rest, list(kept)
+    keys = list(dict.fromkeys(key(row) for row in rows))
+    if len(keys) < HELDOUT_SHARE:
+        raise InputError(f"{len(keys)} different rows are too few to split: name a held-out data set")
+    apart = set(drawn(keys, len(keys) // HELDOUT_SHARE))
+    return [row for row in rows if key(row) not in apart], [row for row in rows if key(row) in apart]
+
+
+def without_leaks(rows: Sequence[T], heldout: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
+    """The rows whose key is not in the held-out rows. Errors: InputError if none is left."""
+    heldout_keys = {key(row) for row in heldout}
+    rest = [row for row in rows if key(row) not in heldout_keys]
+    if rows and not rest:
+        raise InputError("every row is a held-out row too")
+    return rest

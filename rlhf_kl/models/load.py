@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.hub import first_line
+from rlhf_kl.hub import first_line, model_on_hub
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head
 from rlhf_kl.program import shell_command
@@ -29,13 +30,15 @@ Model = Any  # transformers models are untyped
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No load reports and progress bars; what matters of them is checked here."""
-    before = transformers.logging.get_verbosity()
+    before, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers.logging.set_verbosity(before)
+        if bars:
+            transformers.logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,16 @@ NO_TOKENIZER = (
     "there is no tokenizer.json, and no files to create one from "
     "(vocab.json and merges.txt; tokenizer.model where sentencepiece is installed)"
 )
+CLASSIFIES = "SequenceClassification"  # in the names of architectures
 
 
-def _load(cls: Any, folder: str, access: Access) -> Model:
+def _load(cls: Any, ref: str, access: Access) -> Model:
+    model_on_hub(ref, pickled=access.pickle)
     try:
         # float32 for any checkpoint dtype: in bf16 master weights, small updates are lost by rounding.
-        with quiet_transformers():
+        with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):
             model, report = cls.from_pretrained(
-                folder,
+                ref,
                 dtype=torch.float32,
                 use_safetensors=None if access.pickle else True,
                 trust_remote_code=access.remote_code,
@@ -67,7 +72,7 @@ def _load(cls: Any, folder: str, access: Access) -> Model:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if memory_is_full(error):
             raise
-        raise InputError(f"{folder}: cannot be loaded: {_load_failure(error)}") from error
+        raise InputError(f"{ref}: cannot be loaded: {_load_failure(error)}") from error
     problems = {
         "weights are missing and would be random": report["missing_keys"],
         "weights that belong to no part of the model": report["unexpected_keys"],
@@ -77,7 +82,7 @@ def _load(cls: Any, folder: str, access: Access) -> Model:
         names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise InputError(f"{folder}: {problem}: {shown}")
+            raise InputError(f"{ref}: {problem}: {shown}")
     switch_dropout_off(model)
     return model
 
@@ -110,9 +115,8 @@ def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, to
     given = {} if tensors is None else {"state_dict": tensors}
     generation = getattr(model, "generation_config", None)  # a classifier has none
     with quiet_transformers():
-        if generation is not None and not _can_be_saved(generation):
-            special = {name: getattr(generation, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-            model.generation_config = GenerationConfig(**special)
+        if generation is not None:
+            model.generation_config = _valid_generation(generation)
         if hasattr(model, "peft_config"):
             # The adapter alone; otherwise peft compares the vocabulary with that on the hub.
             model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False, **given)
@@ -124,58 +128,71 @@ def save_model(model: Model, tokenizer: Any, folder: Path, tensors: dict[str, to
         tokenizer.save_pretrained(folder)
 
 
-def _can_be_saved(config: GenerationConfig) -> bool:
-    """Whether transformers saves a generation config; older ones have a temperature without `do_sample`."""
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        return False
-    return True
-
-
-def save_generation(model: Model, sampling: Sampling) -> None:
-    """Give a policy the generation config of its rollouts, to be saved with it.
+def save_generation(model: Model, sampling: Sampling) -> str:
+    """Give a policy the generation config of its rollouts, to be saved with it. Returns what that changes, in words.
 
     Settings of its checkpoint that would sample otherwise (top-p, a repetition penalty) are left out.
     """
+    before = model.generation_config.to_diff_dict()
+    special = {"bos_token_id": before.get("bos_token_id"), "pad_token_id": sampling.pad_id}
     model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=sampling.temperature,
-        top_k=0,
-        bos_token_id=model.generation_config.bos_token_id,
-        eos_token_id=sampling.eos_ids,
-        pad_token_id=sampling.pad_id,
+        do_sample=True, temperature=sampling.temperature, top_k=0, eos_token_id=sampling.eos_ids, **special
     )
+    after = model.generation_config.to_dict()
+    own = {key: value for key, value in before.items() if not key.endswith(("_token_id", "_version"))}
+    told = {key: value for key, value in own.items() if key == "do_sample" or not isinstance(value, bool)}
+    return ", ".join(f"{key} {value} -> {after.get(key)}" for key, value in told.items() if value != after.get(key))
 
 
-def load_causal_lm(folder: str, access: Access = SAFE) -> Model:
-    """A causal language model in float32. Errors: InputError with the reason."""
-    model = _load(AutoModelForCausalLM, folder, access)
-    with blame(folder):
+def _valid_generation(config: GenerationConfig) -> GenerationConfig:
+    """A generation config that transformers saves: older ones have a temperature without `do_sample`."""
+    for change in ({}, {"do_sample": True}):
+        config.update(**change)
+        with contextlib.suppress(ValueError):
+            config.validate(strict=True)
+            return config
+    special = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return GenerationConfig(**special)
+
+
+def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
+    """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
+    model = _load(AutoModelForCausalLM, ref, access)
+    with blame(ref):
         check_head(model)
     return model
 
 
-def load_reward_model(folder: str, access: Access = SAFE) -> Model:
-    """A sequence classifier in float32. Errors: InputError if its head would be random (a causal LM's folder)."""
-    if not is_classifier(folder):
+def load_reward_model(ref: str, access: Access = SAFE, label: str | None = None) -> Model:
+    """A sequence classifier in float32, with one output or with several, of which `label` names one.
+
+    Errors: InputError if the head would be random (a causal LM's folder), or if no output is chosen.
+    """
+    architectures = _architectures(ref)
+    if architectures and not any(CLASSIFIES in name for name in architectures):
         raise InputError(
-            f"{folder}: is no sequence classifier: its reward head would be random; "
-            f"train one with `{shell_command()} reward-model`"
+            f"{ref}: is a {architectures[0]}, not a sequence classifier: "
+            f"its reward head would be random; train one with `{shell_command()} reward-model`"
         )
-    return _load(AutoModelForSequenceClassification, folder, access)
+    model = _load(AutoModelForSequenceClassification, ref, access)
+    with blame(ref):
+        check_label(model, label)
+    return model
 
 
 def is_classifier(folder: str) -> bool:
-    """Whether the config of a folder names a sequence classifier. Errors: InputError where that is no JSON."""
-    file = Path(folder) / "config.json"
-    if not file.is_file():  # an adapter
-        return False
+    """Whether the config of a local folder names a sequence classifier."""
+    return any(CLASSIFIES in name for name in _architectures(folder))
+
+
+def _architectures(ref: str) -> list[str]:
+    file = Path(ref) / "config.json"
+    if not file.is_file():
+        return []
     try:
-        architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or []
-    except ValueError as error:
-        raise InputError(f"{folder}: cannot be loaded: config.json: {first_line(error)}") from error
-    return any("SequenceClassification" in name for name in architectures)
+        return [str(name) for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or []]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"{ref}: cannot be loaded: config.json: {first_line(error)}") from error
 
 
 def check_label(model: Model, label: str | None) -> None:
@@ -276,4 +293,8 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def texts_fingerprint(texts: Iterable[str]) -> str:
     """SHA-256 over texts in their order."""
-    return hashlib.sha256(json.dumps(list(texts)).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()

@@ -114,6 +114,8 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     """A saved adapter on its base model, to be trained further. Errors: InputError where it does not fit."""
     from peft import PeftModel
 
+    if not (Path(folder) / "adapter_model.safetensors").is_file():  # peft would read pickled weights
+        raise InputError(f"{folder}: the adapter has no adapter_model.safetensors")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # peft only warns about missing keys

@@ -106,8 +106,7 @@ class Rollouts:
         scores, failures = self.scorers(responses)
         raw = scores[REWARD]
         traits = response_traits(responses.ids, sampled.ended)
-        # A clip would make an infinite score finite.
-        shaped = torch.where(raw.isnan(), 0.0, torch.where(raw.isinf(), raw, self.shaping(raw, traits)))
+        shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, traits))
         layout = response_layout(prompts.ids, sampled)
         prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
         stats = measure(self.model, self.reference, layout, self.sampling.temperature, self.features, sampled.states)

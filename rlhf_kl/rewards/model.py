@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kl.data.texts import chat_exchange, plain_text, require_chat_template
+from rlhf_kl.data.chat import chat_exchange, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_kl.data.texts import Example, Labelled, Pair, chat_exchange, chat_prompt, plain_text, require_chat_template
+from rlhf_kl.data.chat import chat_exchange, chat_prompt, plain_text, require_chat_template
+from rlhf_kl.data.texts import Example, Labelled, Pair
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.memory import sized

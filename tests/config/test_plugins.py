@@ -108,9 +108,10 @@ def test_the_models_of_a_config_are_folders_and_names_of_the_hub() -> None:
 # ---- controllers ----
 
 
-def controller(coef: float = 0.3, **section: object) -> KLController:
+def controller(coef: float = 0.3, warmup: int = 0, **section: object) -> KLController:
+    ppo = {"total_episodes": 640, "value_warmup": warmup}
     config = TrainConfig.model_validate(
-        {"kl": {"target": 0.2, "controller": section}, "ppo": {"total_episodes": 640}, "rollout": {"batch_size": 64}}
+        {"kl": {"target": 0.2, "controller": section}, "ppo": ppo, "rollout": {"batch_size": 64}}
     )
     return configured_controller(config, coef)
 
@@ -122,6 +123,9 @@ def test_a_controller_gets_target_coef_and_sizes_of_the_config() -> None:
     scheduled = controller(kind="schedule")
     assert isinstance(scheduled, ScheduledKL)
     assert scheduled.total_episodes == 640
+    later = controller(kind="schedule", warmup=2)
+    assert isinstance(later, ScheduledKL)
+    assert later.total_episodes == 512  # it does not move while only the value function learns
     # A written coef wins over the value of `auto`.
     assert (controller(kind="adaptive", coef=0.7).coef, controller(kind="static", coef=0).coef) == (0.7, 0.0)
 

@@ -55,12 +55,16 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.json", '{"prompt": "a"}', "holds a dict, not a list"),
         ("x.json", '[{"prompt": "a"}, 3]', "row 2: is a int"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "row 2: prompt is int, not text"),
-        ("x.csv", 'prompt\n"a\n', "x.csv: "),
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": "a smile \\ud83d"}\n', "line 2: half of a surrogate pair is no text"),
+        ("x.json", '[{"prompt": "a"}, {"prompt": "\\udc00 a"}]', "row 2: half of a surrogate pair is no text"),
         (
-            "x.csv",
-            "prompt,text\na,b\nwell, then,c\n",
-            "line 3: more cells than the header has columns",
-        ),  # a comma without quotes
+            "x.jsonl",
+            '{"prompt": [{"role": "user", "content": "\\ud83d"}]}',
+            "line 1: half of a surrogate pair is no text",
+        ),
+        ("x.csv", 'prompt\n"a\n', "x.csv: "),
+        ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
+        ("x.csv", "prompt,text\na,b\nwell, then,c\n", "line 3: 3 cells for 2 columns"),  # a comma without quotes
         ("x.jsonl", '{"promt": "a"}\n', "row 1 has no column 'prompt'; did you mean promt?"),
         ("x.jsonl", '{"prompt": "a"}\n{"x": 1, "y": 2}\n', "row 2 has no column 'prompt' (it has x, y)"),
         ("x.parquet", "no parquet at all", "cannot be read as parquet"),
@@ -75,7 +79,9 @@ def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected
     assert str(path) in message
 
 
-def test_a_short_row_has_a_null(tmp_path: Path) -> None:
+def test_a_pair_of_surrogates_is_a_character_and_a_short_row_has_a_null(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a smile \\ud83d\\ude42"}\n')
+    assert read_column(tmp_path / "x.jsonl") == ["a smile \U0001f642"]
     (tmp_path / "x.csv").write_text("prompt,text\na,b\nc\n")
     assert read_column(tmp_path / "x.csv", "text") == ["b"]
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.schema.train import PromptsSection
+from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts
-from rlhf_kl.data.texts import PromptRow, plain_text
+from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompt, Prompts
 
@@ -58,6 +59,10 @@ def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) 
 def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
     assert "none of 3 prompts can be used: 1 empty, 2 longer" in problem(["", "abcd", "abcde"], letters, 4)
     assert "rollout.max_new_tokens" in problem(["ab"], letters, 0)
+
+
+def test_a_prompt_of_a_command_line_that_is_no_utf_8_is_refused(letters: Any) -> None:
+    assert problem(["ab", b"a\xff".decode(errors="surrogateescape")], letters, 4) == "is no UTF-8 text: 'a\\udcff'"
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:

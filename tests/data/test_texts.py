@@ -5,19 +5,17 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.data.files import divided, drawn
+from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
+from rlhf_kl.data.files import drawn, split_heldout, without_leaks
 from rlhf_kl.data.texts import (
     Example,
     Labelled,
     Pair,
-    Unusable,
-    plain_text,
     read_examples,
     read_labels,
     read_pairs,
     read_prompts,
     read_texts,
-    split_conversation,
 )
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
@@ -87,22 +85,19 @@ NULLS = [
 def test_null_and_empty_rows_are_left_out_counted_and_named(read: Any) -> None:
     items, left_out = read(NULLS)
     assert [getattr(item, "text", item) for item in items] == ["x", "y"]
-    assert left_out == "f: 3 of 5 rows left out: 2 with null (first in row 2); 1 with an empty text (first in row 3)"
-    assert "none of 3 rows can be used: 2 with null (first in row 1); 1 with an empty text (first in row 2)" in problem(
+    assert left_out == "f: 3 of 5 rows left out: 2 with null (rows 2, 4); 1 with an empty text (row 3)"
+    assert "none of 3 rows can be used: 2 with null (rows 1, 3); 1 with an empty text (row 2)" in problem(
         read, NULLS[1:4]
     )
 
 
 def test_null_is_left_out_wherever_a_text_or_a_label_is_read() -> None:
     rows = [{"p": "q", "r": "a", "s": "b"}, {"p": None, "r": "a", "s": "b"}, {"p": "q", "r": None, "s": "b"}]
-    assert read_texts(rows, "p", "{p}: {r}", "f")[1] == "f: 2 of 3 rows left out: 2 with null (first in row 2)"
-    assert read_examples(rows, "p", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (first in row 2)"
-    assert read_pairs(rows, "p", "s", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (first in row 2)"
+    assert read_texts(rows, "p", "{p}: {r}", "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    assert read_examples(rows, "p", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    assert read_pairs(rows, "p", "s", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
     labels = [{"t": "a", "y": None}, {"t": "b", "y": 0}]
-    assert read_labels(labels, "t", "y", "f") == (
-        [Labelled("b", 0)],
-        "f: 1 of 2 rows left out: 1 with null (first in row 1)",
-    )
+    assert read_labels(labels, "t", "y", "f") == ([Labelled("b", 0)], "f: 1 of 2 rows left out: 1 with null (row 1)")
 
 
 PARTS = [{"type": "text", "text": "why"}, {"type": "text", "text": "?"}]
@@ -123,8 +118,8 @@ def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
     assert items[0] == ("why?", rows[0], (("user", "why?"),))
     assert items[1].messages == (("system", "be brief"), ("user", "why?"))
     assert left_out == (
-        "f: 5 of 7 rows left out: 3 with a message that is not text alone (first in row 3); "
-        "1 with roles out of turn: user, function (first in row 5); 1 with an empty text (first in row 7)"
+        "f: 5 of 7 rows left out: 3 with a message that is not text alone (rows 3, 4, 6); "
+        "1 with roles out of turn: user, function (row 5); 1 with an empty text (row 7)"
     )
 
 
@@ -166,9 +161,9 @@ def test_prompts_of_several_turns_need_a_chat_template() -> None:
     plain, _ = read_prompts(rows, "p", None, "data.prompts", chat=False)
     assert [row.text for row in plain] == ["q", "why?"]
     items, left_out = read_prompts(rows, "p", None, "data.prompts", chat=True)
-    assert left_out == "data.prompts: 1 of 4 rows left out: 1 with no prompt (first in row 4)"
+    assert left_out == "data.prompts: 1 of 4 rows left out: 1 with no prompt (row 4)"
     assert [len(row.messages) for row in items] == [0, 1, 3]
-    assert "none of 2 rows can be used: 1 with several turns without data.chat_template (first in row 1)" in problem(
+    assert "none of 2 rows can be used: 1 with several turns without data.chat_template (row 1)" in problem(
         read_prompts, rows[2:], "p", None, "data.prompts", chat=False
     )
 
@@ -177,7 +172,7 @@ def test_examples_of_columns_and_of_conversations() -> None:
     rows = [{"p": "q", "r": "a"}, {"p": "ignored", "r": [USER, ASSISTANT]}, {"p": "x", "r": [USER, ASSISTANT, USER]}]
     found, left_out = read_examples(rows, "p", "r", None, "data.texts")
     assert found == [Example("q", "a"), Example("why?", "so.")]
-    assert left_out == "data.texts: 1 of 3 rows left out: 1 with no answer at the end (first in row 3)"
+    assert left_out == "data.texts: 1 of 3 rows left out: 1 with no answer at the end (row 3)"
     assert "has no prompt" in problem(read_examples, rows[:1], None, "r", None, "data.texts")
     assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", None, "data.texts")
     several = [
@@ -194,7 +189,7 @@ def test_examples_of_columns_and_of_conversations() -> None:
 
 def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     columns = [{"prompt": "q", "c": "good", "r": "bad"}, {"prompt": "q", "c": "same", "r": "same"}]
-    left_out = "data.pairs: 1 of 2 rows left out: 1 with equal responses (first in row 2)"
+    left_out = "data.pairs: 1 of 2 rows left out: 1 with equal responses (row 2)"
     assert read_pairs(columns, "prompt", "c", "r", None, "data.pairs") == ([Pair("q", "good", "bad")], left_out)
     chats = [{"c": [USER, ASSISTANT], "r": [USER, {"role": "assistant", "content": "no."}]}]
     assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
@@ -225,13 +220,13 @@ def test_labels_are_0_and_1() -> None:
 
 def test_one_key_in_twenty_is_kept_apart_with_all_its_rows() -> None:
     rows = [(i % 60, i) for i in range(120)]
-    train, kept = divided("data.texts", rows, None, lambda row: row[0])
+    train, kept = split_heldout(rows, lambda row: row[0])
     assert len({row[0] for row in kept}) == 3
     assert len(kept) == 6
-    assert divided("data.texts", rows, None, lambda row: row[0]) == (train, kept)
+    assert split_heldout(rows, lambda row: row[0]) == (train, kept)
     assert sorted(train + kept) == sorted(rows)
-    with pytest.raises(InputError, match=r"^data\.texts: 19 different rows are too few"):
-        divided("data.texts", list(range(19)) * 5, None, lambda row: row)
+    with pytest.raises(InputError, match="19 different rows are too few"):
+        split_heldout(list(range(19)) * 5, lambda row: row)
 
 
 def test_rows_that_are_drawn_come_from_all_of_a_sorted_file() -> None:
@@ -241,11 +236,11 @@ def test_rows_that_are_drawn_come_from_all_of_a_sorted_file() -> None:
     some = drawn(rows, 100)
     assert some == sorted(set(some)) == drawn(rows, 100)
     assert drawn(rows, None) == drawn(rows, 1000) == rows
-    _, kept = divided("data.texts", labels + rows[2:], None, lambda row: row)
+    _, kept = split_heldout(labels + rows[2:], lambda row: row)
     assert max(kept) - min(kept) > 500
 
 
 def test_rows_of_held_out_keys_are_left_out() -> None:
-    assert divided("data.texts", [1, 2, 3, 2], [2], lambda row: row) == ([1, 3], [2])
+    assert without_leaks([1, 2, 3, 2], [2], lambda row: row) == [1, 3]
     with pytest.raises(InputError, match="every row"):
-        divided("data.texts", [2, 2], [2], lambda row: row)
+        without_leaks([2, 2], [2], lambda row: row)

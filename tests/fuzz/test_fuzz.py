@@ -87,7 +87,7 @@ SOUND = {
     ".txt": b"one, two\n\nzw\xc3\xb6lf\n",
 }
 INSERTS = (
-    *(b"", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\r", b'"', b",", b"{", b"]", b"1e999", b"NaN"),
+    *(b"", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\r", b'"', b",", b"{", b"]", b"\\ud800", b"1e999", b"NaN"),
     *(b"9" * 5000, b"null", b'{"text": {"text": []}}\n', b'{"text": 3}\n', b'"text"\n'),
 )
 PIECES = st.binary(max_size=6) | st.sampled_from(INSERTS)

@@ -96,6 +96,14 @@ def test_a_plugin_that_breaks_its_coef_is_put_back(bad):
     assert 0.7 not in control.law.recent  # all of its state, not only beta
 
 
+def test_a_coef_that_is_put_back_after_a_rollback_counts_it_once():
+    control = as_controller(Scripted(0.2, math.nan))
+    control.step(0.1, 64)
+    control.raise_beta(2.0)
+    control.step(0.1, 64)
+    assert (control.beta, control.law.coef) == (0.4, 0.2)
+
+
 def test_state_that_cannot_be_saved_is_named_at_the_start():
     plugin = Scripted(0.2)
     plugin.lock = object()

@@ -158,6 +158,15 @@ def test_adaptive_believes_a_jump_that_no_noise_makes():
     assert law.distance == pytest.approx(math.sqrt(0.02 / 0.1))
 
 
+def test_pid_has_no_derivative_before_its_second_update():
+    coefs = []
+    for kd in (0.0, 0.5):
+        law = PIDKL(target=0.1, kp=0.1, ki=0.1, kd=kd, rate=10.0)
+        law.update(0.15, 64)
+        coefs.append(law.coef)
+    assert coefs[0] == coefs[1] > 0.1
+
+
 def test_adaptive_scales_a_way_that_is_too_long_and_expects_to_be_at_the_target():
     law = AdaptiveKL(target=0.1)
     for before, after in [(0.0, 0.05), (0.05, 0.1)]:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import cache_utils
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.hub import model_folder
 from rlhf_kl.models import decoding
 from rlhf_kl.models.decoding import pick_tokens
 from rlhf_kl.models.lm import LM, enable_recompute
@@ -289,8 +288,7 @@ def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters
     save_model(model, letters, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert "run.allow_pickle" in problem_of(model_folder, tmp_path)
-    assert "cannot be loaded" in problem_of(load_causal_lm, tmp_path)
+    assert "run.allow_pickle" in problem_of(load_causal_lm, tmp_path)
     loaded = load_causal_lm(str(tmp_path), Access(pickle=True))
     assert torch.equal(logits_of(loaded), logits_of(model))
 

@@ -15,9 +15,7 @@ from tokenizers import processors
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.hub import model_folder
 from rlhf_kl.models.load import (
-    check_label,
     context_length,
     eos_ids,
     load_causal_lm,
@@ -76,11 +74,11 @@ def test_a_folder_that_is_not_whole(copied: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     assert "cannot be loaded" in problem(load_causal_lm, copied)
     path.unlink()
-    assert "holds no weights" in problem(model_folder, copied)
+    assert "holds no weights" in problem(load_causal_lm, copied)
     torch.save({}, copied / "pytorch_model.bin")
-    assert "pickled" in problem(model_folder, copied)
+    assert "pickled" in problem(load_causal_lm, copied)
     (copied / "config.json").unlink()
-    assert "config.json" in problem(model_folder, copied)
+    assert "config.json" in problem(load_causal_lm, copied)
 
 
 @pytest.mark.parametrize(
@@ -100,18 +98,23 @@ def test_a_config_that_is_not_json(load: Callable[..., Any], copied_reward: Path
     assert "cannot be loaded" in problem(load, copied_reward)
 
 
+def test_a_name_that_is_nowhere() -> None:
+    with pytest.raises(InputError, match=r"^nobody/nothing"):
+        load_causal_lm("nobody/nothing")
+
+
 def test_a_causal_lm_is_no_reward_model(copied: Path) -> None:
     assert "random" in problem(load_reward_model, copied)
+    edit(copied, lambda config: config.pop("architectures"))
+    assert "score.weight" in problem(load_reward_model, copied)
 
 
-def test_the_label_of_a_classifier_with_several_outputs() -> None:
-    two = SimpleNamespace(config=SimpleNamespace(id2label={0: "x", 1: "y"}, num_labels=2))
-    one = SimpleNamespace(config=SimpleNamespace(id2label={0: "x"}, num_labels=1))
-    check_label(two, "y")
-    check_label(one, None)
-    for model, label, expected in ((two, None, "2 outputs"), (two, "z", "none of them is 'z'"), (one, "x", "only one")):
-        with pytest.raises(InputError, match=expected):
-            check_label(model, label)
+def test_a_classifier_with_two_outputs(copied_reward: Path) -> None:
+    tensors = load_file(copied_reward / "model.safetensors")
+    tensors["score.weight"] = tensors["score.weight"].repeat(2, 1)
+    save_file(tensors, copied_reward / "model.safetensors", metadata={"format": "pt"})
+    edit(copied_reward, lambda c: c.update(id2label={"0": "x", "1": "y"}, label2id={"x": 0, "y": 1}))
+    assert "2 outputs" in problem(load_reward_model, copied_reward)
 
 
 def test_a_tokenizer_without_a_pad_token_pads_with_its_eos(copied: Path) -> None:
@@ -147,7 +150,9 @@ def test_a_policy_is_saved_with_the_generation_config_of_its_rollouts(
     model = load_causal_lm(str(copied))
     if adapter:
         model = add_adapter(model, r=2, alpha=4.0, target_modules=None, ref=str(copied), seed=0)
-    save_generation(model, Sampling(8, 1.0, [2, 5], 0))
+    changed = save_generation(model, Sampling(8, 1.0, [2, 5], 0))
+    assert f"temperature {settings['temperature']} -> 1.0" in changed
+    assert "_token_id" not in changed
     save_model(model, letters, tmp_path / "final")
     again = load_adapter(load_causal_lm(str(copied)), tmp_path / "final") if adapter else None
     merged = load_causal_lm(str(tmp_path / "final")) if again is None else merge(again)
@@ -160,11 +165,16 @@ def test_a_policy_is_saved_with_the_generation_config_of_its_rollouts(
         assert saved == sampled | {"eos_token_id": [2, 5], "pad_token_id": 0} | bos
 
 
+def test_nothing_is_told_of_a_generation_config_that_sets_nothing(new_model: Callable[..., Any]) -> None:
+    assert save_generation(new_model(), Sampling(8, 1.0, [2], 0)) == ""
+
+
 @pytest.mark.parametrize(
     ("settings", "saved"),
     [
-        (QWEN, QWEN),
-        (SAMPLING_UNSET, {"bos_token_id": 1, "eos_token_id": 2}),
+        (SAMPLING_UNSET, SAMPLING_UNSET | {"do_sample": True}),
+        (SAMPLING_UNSET | {"do_sample": False}, SAMPLING_UNSET | {"do_sample": True}),
+        ({"eos_token_id": 2, "length_penalty": 2.0}, {"eos_token_id": 2}),
     ],
 )
 def test_a_model_that_is_fine_tuned_can_be_saved_whatever_its_generation_config(

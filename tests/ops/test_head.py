@@ -33,6 +33,24 @@ def test_no_state_gives_no_result() -> None:
     assert nothing.shape == (0,)
 
 
+def test_chunks_are_computed_again_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no more logits are kept than those of one chunk; a single one is kept."""
+    hidden, weight = torch.ones(7, 4, requires_grad=True), torch.ones(6, 4)
+    calls: list[int] = []
+
+    def logits(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x @ weight.T
+
+    for rows, twice in ((2, True), (99, False)):
+        monkeypatch.setitem(module.LOGIT_ELEMENTS, "cpu", 6 * rows)
+        calls.clear()
+        found = token_logprobs(hidden, Head(logits, 6), torch.zeros(7, dtype=torch.long))
+        forward = len(calls)
+        found.sum().backward()
+        assert len(calls) == forward * (1 + twice)
+
+
 @pytest.mark.parametrize("rows", [2, 99])
 def test_figures_and_gradients_are_those_of_all_logits_at_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setitem(module.LOGIT_ELEMENTS, "cpu", 6 * rows)

@@ -74,6 +74,19 @@ def test_an_update_that_would_cross_is_kept_as_far_as_it_may_go(end: float, stde
     assert not result.pulled_back
 
 
+def test_the_forecast_learns_from_what_was_kept_and_scaled() -> None:
+    point = Point(0.1, 2.0)
+    ceiling = point.ceiling(1.0)
+    move = ceiling.hold(None, point.before, Mean(0.01, 0.0))  # type: ignore[arg-type]
+    assert ceiling.forecast.made == (0.01, move.kl_after)
+    assert move.kl_after < move.kl_uncut
+    place = point.place
+    scaled = ceiling.scale(move, 0.5)
+    assert point.place == pytest.approx(place / 2)
+    assert scaled.kl_after == pytest.approx(point.place**2)
+    assert ceiling.forecast.made == (0.01, scaled.kl_after)
+
+
 @pytest.mark.parametrize(("end", "near"), [(0.8, False), (0.85, True), (0.99, True), (1.01, True)])
 def test_near_the_limit_all_states_are_read(end: float, near: bool) -> None:
     """From 3 standard errors below it on, one more being kept free (0.82 squared), and in the line search."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_targets
-from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.ppo.step import PPOTrainer, Update
 from rlhf_kl.types import RolloutBatch
 
 Make = Callable[..., Any]
@@ -117,6 +117,24 @@ def test_a_token_counts_the_same_in_every_row(rolled: Make) -> None:
         step_taken(trainer, rollout, targets, torch.tensor(rows)) for rows in ([short], [long], [short, long])
     )
     torch.testing.assert_close(both, (a * one + b * other) / (a + b), rtol=1e-3, atol=1e-5)
+
+
+def test_a_response_without_a_score_counts_in_no_mean(make_trainer: Make) -> None:
+    """One step of the whole batch is that of the scored rows alone, over their tokens."""
+    trainer: PPOTrainer = make_trainer(
+        optimizer=plain_sgd,
+        rollout={"batch_size": 16},
+        ppo={"max_grad_norm": 1e9, "learning_rate": 1.0, "minibatch_size": 16, "epochs": 1, "vf_coef": 1.0},
+    )
+    rollout = trainer.rollouts(1)
+    rollout.scores["reward"][3] = torch.nan
+    rollout.shaped_scores[3] = 0.0
+    targets = ppo_targets(rollout, 0.5, trainer.config)
+    rows = torch.tensor([row for row in range(16) if row != 3])
+    expected = step_taken(trainer, rollout, targets, rows)
+    before = weights(trainer.model.modules)
+    trainer.optimize(Update(rollout, 0.5, 0.5, 1.0), targets, 1)
+    torch.testing.assert_close(before - weights(trainer.model.modules), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_the_gradient_is_scaled_down_to_its_largest_norm(rolled: Make) -> None:

@@ -90,6 +90,13 @@ def test_whitened_rewards_scale_score_and_kl_alike() -> None:
     assert whitened.kl_weight == pytest.approx(plain.kl_weight)
 
 
+def test_the_critic_of_another_lambda_has_the_same_discount() -> None:
+    """lambda 0: the reward and half of the value of the next state."""
+    rollout = replace(ROLLOUT, values=torch.tensor([[1.0, 2.0, 5.0], [1.0, 5.0, 5.0]]))
+    made = targets(rollout, {"gamma": 0.5, "critic_lam": 0.0}, "head", placement="loss", estimator="k2")
+    assert_tokens(made.returns, 1.0, 1.0, 3.0)
+
+
 @pytest.mark.parametrize(
     ("value", "ppo", "returns"),
     [

@@ -81,6 +81,13 @@ def test_a_target_out_of_reach_is_told_once() -> None:
     assert next(fact for fact in facts if fact)["learning-rate-at-bound"]["factor"] == 10.0
 
 
+def test_the_first_step_of_the_policy_is_longer_whenever_it_comes() -> None:
+    for first in (1, 6):
+        rule = PacedRate(TARGET, 60, first=first)
+        observe(rule, first, 0.0, 0.25)
+        assert rule.pace == pytest.approx(0.1)
+
+
 def test_a_figure_that_is_not_finite_changes_nothing() -> None:
     rule = PacedRate(TARGET, 60)
     assert not rule.observe(1, CeilingResult(1.0, 0.0, math.nan, math.nan), 0.0)

@@ -39,6 +39,11 @@ def test_a_sum_and_what_each_term_adds_to_it() -> None:
     assert mean_score(values["terms.y"]) == -7.5
 
 
+def test_a_term_of_weight_0_is_no_score() -> None:
+    values, _ = sum_of(x=(1.0, returns([1.0, None, 2.0])), watched=(0.0, returns([5.0, 5.0, 5.0])))(BATCH)
+    assert values["reward"].isnan().tolist() == [False, True, False]
+
+
 def test_a_failing_scorer_is_named_by_its_key_and_gold_costs_its_scores_alone() -> None:
     good, bad = returns([1.0, 2.0, 3.0]), returns([1.0])
     with pytest.raises(InputError, match=r"^reward\.terms\.y: returned 1 scores"):

@@ -90,6 +90,12 @@ def left(folder: Path) -> list[Any]:
     ]
 
 
+def test_the_seconds_of_earlier_parts_count(work: Work, tmp_path: Path, crashed: Path) -> None:
+    (state,) = checkpoints(crashed / "checkpoints")[-1].path.glob("state.json")
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 1000.0}))
+    assert work(crashed.name, resume=True)["seconds"] > 1000.0
+
+
 class Killed(BaseException):
     """Stands for SIGKILL."""
 

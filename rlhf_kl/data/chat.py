@@ -1,0 +1,102 @@
+"""Prompts and responses as turns of a conversation, written with the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlhf_kl.errors import InputError, nearest
+from rlhf_kl.types import Conversation, Prompt
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a column's value is a list of chat messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def plain_text(prompt: Prompt) -> str:
+    """The text of a prompt; of several turns it has one paragraph for each: "user: ..."."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(f"{role}: {content}" for role, content in prompt)
+
+
+def turns_of(prompt: Prompt) -> Conversation:
+    """The turns of a prompt."""
+    return (("user", prompt),) if isinstance(prompt, str) else prompt
+
+
+class Unusable(Exception):
+    """A row that is left out, for the reason that is its text."""
+
+
+def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt | None, str | None]:
+    """The prompt before the last answer, and that answer; None for each that is missing.
+
+    A single user turn is a plain text. A longer prompt has an optional system message, then turns.
+    Errors: Unusable for any other shape.
+    """
+    turns = [(str(message["role"]), _content(message)) for message in messages]
+    roles = [role for role, _ in turns[turns[0][0] == "system" :]]  # without a system message
+    in_turn = roles == ["user" if i % 2 == 0 else "assistant" for i in range(len(roles))]
+    if not roles or not (in_turn or [role for role, _ in turns] == ["assistant"]):
+        raise Unusable(f"roles out of turn: {', '.join(role for role, _ in turns)}")
+    answer = turns[-1][1] if roles[-1] == "assistant" else None
+    before = tuple(turns[: len(turns) - (answer is not None)])
+    if not before:
+        return None, answer
+    return before[0][1] if [role for role, _ in before] == ["user"] else before, answer
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message: a text, or parts of text, which are joined."""
+    content = message.get("content")
+    parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+    for part in parts:
+        if not (isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"):
+            raise Unusable("a message that is not text alone")
+    if message.get("tool_calls"):
+        raise Unusable("a tool call")
+    return "".join(part["text"] for part in parts)
+
+
+def chat_prompt(tokenizer: Any, prompt: Prompt, system: str | None, options: Mapping[str, Any]) -> str:
+    """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
+
+    `system` comes first, unless a conversation has its own system message. `options`: variables of the template.
+    """
+    return _apply(tokenizer, _turns(prompt, system), options, answer=True)
+
+
+def chat_exchange(tokenizer: Any, prompt: Prompt, response: str, system: str | None, options: Mapping[str, Any]) -> str:
+    """Prompt and answer as the tokenizer's chat template writes them."""
+    turns = [*_turns(prompt, system), {"role": "assistant", "content": response}]
+    return _apply(tokenizer, turns, options, answer=False)
+
+
+def require_chat_template(tokenizer: Any, where: str, options: Iterable[str] = ()) -> None:
+    """Errors: InputError where the tokenizer has no chat template, or where that reads no variable of these names."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise InputError(f"{where}: the tokenizer has no chat template")
+    words = set(re.findall(r"[^\W\d]\w*", str(template)))
+    problems = [
+        f"data.chat_options.{name}: the chat template reads no variable of this name"
+        + (f"; did you mean {close}?" if (close := nearest(name, words)) else "")
+        for name in options
+        if name not in words
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
+def _turns(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
+    turns = [{"role": role, "content": content} for role, content in turns_of(prompt)]
+    return turns if system is None or turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **options)
+    except Exception as error:  # the template is other people's code
+        raise InputError(f"chat template: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    return text
