@@ -538,29 +538,24 @@ def test_sums_over_the_updates_are_exact() -> None:
     assert (total.mean, total.stderr) == (pytest.approx(-0.05), pytest.approx(math.sqrt(30) / 40))
 
 
-ZIPF = 1 / np.arange(1, 1001)
 DISTRIBUTIONS = {
     "two words": np.array([0.5, 0.5]),
     "all but certain": np.array([0.999, 0.001]),
     "hardly ever": np.array([1 - 1e-5, 1e-5]),
-    "words of a language": ZIPF / ZIPF.sum(),
     "any": np.random.default_rng(0).dirichlet(np.full(50, 0.1)),
 }
 
 
-@pytest.mark.parametrize(("name", "tokens"), list(zip(DISTRIBUTIONS, [3, 200, 3, 8, 200], strict=True)))
+@pytest.mark.parametrize(("name", "tokens"), list(zip(DISTRIBUTIONS, [3, 200, 3, 200], strict=True)))
 def test_honest_sampling_raises_no_alarm_at_any_time(name: str, tokens: int) -> None:
     """500 runs of 300 updates; the tokens' log-probs may be as skewed as they like."""
     p = np.sort(DISTRIBUTIONS[name])[::-1]
     runs, updates = 500, 300
     away = np.log(p) - (p * np.log(p)).sum()
     rng = np.random.default_rng(1)
-    if len(p) < 100:
-        counts = rng.multinomial(tokens, p, size=(runs, updates))
-        totals, squares = counts @ away, counts @ np.square(away)
-    else:  # a large vocabulary by the two moments of its sums
-        draws = rng.choice(away, size=(runs, updates, tokens), p=p)
-        totals, squares = draws.sum(-1), np.square(draws).sum(-1)
+    counts = rng.multinomial(tokens, p, size=(runs, updates))
+    totals = counts @ away
+    squares = counts @ np.square(away)
     variance = tokens * (p * away**2).sum()
     alarms = 0
     for run in range(runs):

@@ -16,10 +16,8 @@ from rlhf_kl.ui import RunStatus, log
 
 
 def _terminal(width: int) -> Console:
-    environment = {"TERM": "xterm"}
-    return Console(
-        width=width, height=40, record=True, file=io.StringIO(), force_terminal=True, _environ=environment
-    )  # fmt: skip
+    settings: dict[str, Any] = {"force_terminal": True, "_environ": {"TERM": "xterm"}}
+    return Console(width=width, height=40, record=True, file=io.StringIO(), **settings)
 
 
 def _plain(width: int = 60) -> Console:
@@ -88,17 +86,6 @@ def test_a_terminal_has_lines_and_one_bar_that_fit(width: int) -> None:
     assert all(cell_len(line) <= width for line in _bars(wide))
 
 
-def test_missing_figures_and_the_unit() -> None:
-    console, plain = _terminal(80), _plain(80)
-    for each in (console, plain):
-        with shown(each, unit="sequence", target=1.0):
-            ui.show_row({"step": 1, "kl/sequence": 0.5, "objective/scores": None, "kl/coef": float("nan")})
-    assert "update 1/60 KL 0.500/1 beta - score - " in _bars(console)[-1]
-    header, row = _written(plain).splitlines()
-    assert header.split()[3] == "KL/seq"
-    assert row.split() == ["1/60", "-", "-", "0.5000", "0.50x", "-", "-", "-", "-"]
-
-
 def test_after_a_resume_the_bar_begins_where_the_run_was() -> None:
     console = _terminal(80)
     ui.start(console=console)
@@ -161,14 +148,13 @@ def test_outside_text_is_shown_as_text(terminal: bool) -> None:
     assert written.count(safe) >= 6
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_tables_alerts_and_summary_fit(width: int) -> None:
-    console = _terminal(width)
+def test_alerts_and_summary_fit() -> None:
+    console = _terminal(60)
     ui.start(console=console)
     log.warning("kl-above-target: " + "many words about what happened and what to do " * 3)
     ui.print_summary({"KL per token": 0.10321, "score": None, "time": "2:04"}, ["rlhf-kl report runs/a"])
     lines = console.export_text().splitlines()
-    assert all(cell_len(line) <= width for line in lines)
+    assert all(cell_len(line) <= 60 for line in lines)
     assert "  KL per token  0.1032" in [line.rstrip() for line in lines]
     assert "  rlhf-kl report runs/a" in lines
     alert = [line for line in lines if "words" in line]
@@ -215,6 +201,27 @@ def test_progress_that_fails_is_not_done_and_frees_the_terminal() -> None:
     assert _written(console).rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_no_terminal_on_stderr_means_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with shown(None, 2):
+        ui.show_row(_row(1))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "\x1b" not in captured.err
+    assert len(captured.err.splitlines()) == 2
+
+
+def test_missing_figures_and_the_unit() -> None:
+    console = _plain(80)
+    with shown(console, unit="sequence", target=1.0):
+        ui.show_row({"step": 1, "kl/sequence": 0.5, "objective/scores": None, "kl/coef": float("nan")})
+    header, row = _written(console).splitlines()
+    assert header.split()[3] == "KL/seq"
+    assert row.split() == ["1/60", "-", "-", "0.5000", "0.50x", "-", "-", "-", "-"]
+
+
 def test_slow_progress_in_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr("rlhf_kl.ui.time.monotonic", lambda: float(next(clock)))
@@ -229,15 +236,3 @@ def test_slow_progress_in_a_log_has_a_line_now_and_then(monkeypatch: pytest.Monk
         "building: 4/4 (100%), loss 1.5",
         "building: done in 36 s",
     ]
-
-
-def test_no_terminal_on_stderr_means_plain_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with shown(None, 2):
-        ui.show_row(_row(1))
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "\x1b" not in captured.err
-    assert len(captured.err.splitlines()) == 2

@@ -295,11 +295,8 @@ def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
     assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_facts(60, 64) == {}
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_names_and_synonyms():
     with pytest.raises(ValueError, match=r"'adaptve'; available: adaptive, .*, ziegler"):
         build_controller("adaptve", {})
-
-
-def test_synonyms():
     assert isinstance(build_controller("proportional", {"horizon": 9}), ZieglerKL)
     assert isinstance(build_controller("static", {}), FixedKL)

@@ -40,17 +40,6 @@ def sample(
 # ---- one token ----
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_are_those_of_the_softmax(temperature: float) -> None:
-    logits = torch.tensor([2.0, -1.0, 0.5, 0.0, 1.0, -3.0, 0.3])
-    draws = 20_000
-    noise = torch.rand(draws, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    counts = torch.bincount(pick_tokens(logits.expand(draws, 7), noise, temperature)[0], minlength=7)
-    wanted = torch.softmax(logits / temperature, -1) * draws
-    chi_square = float(((counts - wanted).square() / wanted).sum())
-    assert chi_square < 22.5  # 6 degrees of freedom: passed by chance once in a thousand
-
-
 def test_an_even_grid_of_noise_gives_the_exact_shares() -> None:
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     noise = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -65,25 +54,25 @@ def test_a_forbidden_token_never_comes(uniform: float) -> None:
     assert float(logprob) == pytest.approx(math.log(0.5))
 
 
-def test_a_cold_temperature_takes_the_likeliest() -> None:
-    logits = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
-    noise = uniforms(50, 1, 0, "x")[:, 0]
-    assert torch.equal(pick_tokens(logits, noise, 1e-4)[0], logits.argmax(-1))
-
-
 # ---- responses ----
 
 
-def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
-    sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x"))
+@pytest.mark.parametrize("eos", [(EOS,), (EOS, 5)])
+def test_the_first_eos_ends_a_response(
+    new_model: Make, prompts_of: Callable[..., Prompts], eos: tuple[int, ...]
+) -> None:
+    sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x"), eos=eos)
+    lasts = set()
     assert 0 < int(sampled.ended.sum()) < 64  # both kinds are there
     for ids, mask, ended in zip(sampled.ids.tolist(), sampled.mask.tolist(), sampled.ended, strict=True):
         length = sum(mask)
         assert mask == [True] * length + [False] * (len(mask) - length)
-        assert (ids[length - 1] == EOS) == bool(ended)
-        assert EOS not in ids[: length - 1]
+        assert (ids[length - 1] in eos) == bool(ended)
+        assert not set(eos) & set(ids[: length - 1])
         assert all(token == PAD for token in ids[length:])
         assert ended or length == 12
+        lasts.add(ids[length - 1])
+    assert lasts >= set(eos)
 
 
 def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
@@ -93,12 +82,6 @@ def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: C
     assert torch.equal(same.mask, usual.mask)
     assert torch.equal(same.ended, usual.ended)
     assert torch.equal(same.ids, usual.ids.masked_fill(~usual.mask, EOS))
-
-
-def test_any_of_several_eos_tokens_ends_a_response(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
-    sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 4), uniforms(16, 12, 0, "x"), eos=(EOS, 5))
-    lasts = {int(row[mask][-1]) for row, mask, e in zip(*sampled[:3], strict=True) if e}
-    assert lasts == {EOS, 5}
 
 
 def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
@@ -153,18 +136,6 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_other(
     assert len(rows) < 12 or bool((expected.mask.sum(1) == 12).any())
 
 
-def test_a_permuted_batch_is_a_permuted_result(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
-    model, noise, order = new_model(), uniforms(4, 10, 0, "x"), [2, 0, 3, 1]
-    straight = sample(model, prompts_of(*TEXTS), noise)
-    turned = sample(model, prompts_of(*(TEXTS[i] for i in order)), noise[order])
-    for a, b in zip(straight[:4], turned[:4], strict=True):
-        torch.testing.assert_close(a[order], b, rtol=1e-5, atol=1e-5)
-    assert straight.states is not None
-    assert turned.states is not None
-    rows = straight.states.split(straight.mask.sum(1).tolist())
-    torch.testing.assert_close(torch.cat([rows[i] for i in order]), turned.states, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_states_that_sampling_keeps_are_those_of_a_pass(
     new_model: Make, prompts_of: Callable[..., Prompts], dtype: torch.dtype
@@ -179,19 +150,6 @@ def test_the_states_that_sampling_keeps_are_those_of_a_pass(
     with torch.no_grad():
         expected = lm.hidden(layout.pack(range(4)))
     torch.testing.assert_close(sampled.states, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_noise_decides_everything_and_the_global_stream_nothing(
-    new_model: Make, prompts_of: Callable[..., Prompts]
-) -> None:
-    model, prompts = new_model(), prompts_of(*TEXTS)
-    torch.manual_seed(1)
-    one = sample(model, prompts, uniforms(4, 10, 0, "x"))
-    torch.manual_seed(2)
-    same = sample(model, prompts, uniforms(4, 10, 0, "x"))
-    other = sample(model, prompts, uniforms(4, 10, 1, "x"))
-    assert torch.equal(one.ids, same.ids)
-    assert one.ids.shape != other.ids.shape or not torch.equal(one.ids, other.ids)
 
 
 def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:

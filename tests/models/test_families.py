@@ -18,7 +18,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models import decoding
 from rlhf_kl.models.decoding import pick_tokens
 from rlhf_kl.models.lm import LM, enable_recompute
-from rlhf_kl.models.load import load_causal_lm, load_reward_model, save_model
+from rlhf_kl.models.load import Access, load_causal_lm, load_reward_model, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.models.text import encode_all, pad
@@ -28,6 +28,7 @@ from rlhf_kl.ops.packing import Layout, Packed, text_layout
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
+from tests.made import move, two_prompts
 
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
 GATED = {**WIDE, "intermediate_size": 24, "num_key_value_heads": 1}
@@ -139,10 +140,7 @@ def test_an_adapter_that_is_off_is_the_start_and_merged_is_close(folder: Path, l
     policy = add_adapter(base, r=2, alpha=4.0, target_modules=modules, ref=str(folder), seed=1)
     reference = AdapterReference(policy, keep_start=False)
     assert torch.equal(read(LM(policy)), start)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    move(policy, seed=2, by=0.1)
     trained = read(LM(policy))
     assert float((trained - start).abs().max()) > 1e-2
     assert torch.equal(read(reference), start)
@@ -214,10 +212,7 @@ def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any,
     """Whole models and an adapter, in a process that cannot import this package."""
     base = load_causal_lm(str(folders["llama"]))
     policy = add_adapter(base, r=2, alpha=4.0, target_modules=None, ref=str(folders["llama"]), seed=1)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    move(policy, seed=2, by=0.1)
     save_model(policy, letters, tmp_path / "adapter")
     models = {str(folder): load_causal_lm(str(folder)) for folder in folders.values()}
     models[str(tmp_path / "adapter")] = policy
@@ -274,8 +269,6 @@ def test_weights_that_belong_nowhere_are_fatal(folders: Folders, letters: Any, t
 def test_code_that_comes_with_a_model_does_not_run_unless_allowed(
     folders: Folders, letters: Any, tmp_path: Path
 ) -> None:
-    from rlhf_kl.models.load import Access
-
     save_model(load_causal_lm(str(folders["gpt2"])), letters, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}}
@@ -291,8 +284,6 @@ def test_code_that_comes_with_a_model_does_not_run_unless_allowed(
 
 
 def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters: Any, tmp_path: Path) -> None:
-    from rlhf_kl.models.load import Access
-
     model = load_causal_lm(str(folders["gpt_neox"]))
     save_model(model, letters, tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -303,21 +294,6 @@ def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters
 
 
 # ---- rows with the same prompt: a pass that reads it once computes what a pass over whole rows computes
-
-PROMPTS = (9, 9, 6, 6, 6, 9)  # tokens; rows with as many have the same prompt
-RESPONSES = (5, 1, 3, 2, 5, 4)
-
-
-def two_prompts() -> Layout:
-    """Six rows over two prompts of different lengths."""
-    noise = torch.Generator().manual_seed(0)
-    width, length = max(PROMPTS), max(RESPONSES)
-    texts = {size: torch.randint(3, 7, (size,), generator=noise) for size in set(PROMPTS)}
-    ids = torch.zeros(len(PROMPTS), width + length, dtype=torch.long)
-    for row, prompt, response in zip(ids, PROMPTS, RESPONSES, strict=True):
-        row[width - prompt : width] = texts[prompt]
-        row[width : width + response] = torch.randint(3, 7, (response,), generator=noise)
-    return Layout(ids, width, torch.tensor(PROMPTS), torch.tensor(RESPONSES))
 
 
 def states_and_gradient(lm: LM, passes: list[Packed]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,14 +308,18 @@ def states_and_gradient(lm: LM, passes: list[Packed]) -> tuple[torch.Tensor, tor
     return states, torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None])
 
 
+def same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """States and gradient, to what another order of sums changes."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-3 * float(expected[1].abs().max()))
+
+
 def test_states_and_gradients_are_those_of_whole_rows(folder: Path) -> None:
     lm, batch = LM(load_causal_lm(str(folder))), two_prompts()
-    states, gradient = states_and_gradient(lm, [batch.pack(range(6))])
+    expected = states_and_gradient(lm, [batch.pack(range(6))])
     for passes in ([batch.pack_shared([4, 0, 2, 1, 3, 5])], list(batch.passes(range(6), most_rows=2, most_tokens=99))):
         assert all(rows.prompts is not None for rows in passes)
-        shared, shared_gradient = states_and_gradient(lm, passes)
-        torch.testing.assert_close(shared, states, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(shared_gradient, gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+        same(states_and_gradient(lm, passes), expected)
 
 
 def test_what_all_prompts_begin_with_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,15 +333,13 @@ def test_what_all_prompts_begin_with_is_read_once(folder: Path, monkeypatch: pyt
     batch = Layout(ids, width, lengths, responses)
     prompts = [row[width - length : width].tolist() for row, length in zip(ids, lengths.tolist(), strict=True)]
     noise, sampling = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)), Sampling(5, 1.0, [2], 0)
-    states, gradient = states_and_gradient(lm, [batch.pack(range(4))])
+    expected = states_and_gradient(lm, [batch.pack(range(4))])
     sampled = lm.sample(prompts, noise, sampling)
     monkeypatch.setitem(packing.PASS_OVERHEAD, "cpu", 10)
     (rows,) = batch.passes(range(4), most_rows=9, most_tokens=999)
     assert rows.prompts is not None
     assert rows.prompts.prefix.tolist() == [3, 4, 5, 6, 3, 4]
-    shared, shared_gradient = states_and_gradient(lm, [rows])
-    torch.testing.assert_close(shared, states, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(shared_gradient, gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+    same(states_and_gradient(lm, [rows]), expected)
     again = lm.sample(prompts, noise, sampling)
     assert torch.equal(again.ids, sampled.ids)
     torch.testing.assert_close(again.logprobs, sampled.logprobs, rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Prompts, Sampling
+from tests.made import move
 
 Make = Callable[..., Any]
 SAMPLING = Sampling(8, 0.9, [2], 0)
@@ -27,14 +28,6 @@ def pair(request: pytest.FixtureRequest, new_model: Make) -> tuple[LM, AdapterRe
     reference = AdapterReference(policy, keep_start=request.param)
     move(policy, seed=2)
     return LM(policy), reference, start
-
-
-def move(policy: Any, seed: int) -> None:
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.3)
 
 
 def test_switched_off_it_is_the_start_bit_for_bit(

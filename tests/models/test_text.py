@@ -30,17 +30,14 @@ def test_bos_stands_only_where_the_tokenizers_own_call_puts_it(letters: Any) -> 
     assert encode(bare, "ab", bos=True) == [1, 3, 4]
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_rows_are_padded_on_the_side_that_is_asked_for(left: bool) -> None:
-    ids, mask = pad([[5], [3, 4]], 9, left=left)
-    assert ids.tolist() == [[9, 5] if left else [5, 9], [3, 4]]
-    assert mask.tolist() == [[False, True] if left else [True, False], [True, True]]
-
-
-def test_the_mask_comes_from_lengths_even_where_the_text_holds_the_pad_token() -> None:
-    ids, mask = pad([[9, 9], [3]], 9, left=False)
-    assert ids.tolist() == [[9, 9], [3, 9]]
-    assert mask.tolist() == [[True, True], [True, False]]
+@pytest.mark.parametrize(("left", "row", "kept"), [(True, [9, 5], [False, True]), (False, [5, 9], [True, False])])
+def test_rows_are_padded_on_one_side_and_the_mask_comes_from_lengths(
+    left: bool, row: list[int], kept: list[bool]
+) -> None:
+    """A text may hold the pad token."""
+    ids, mask = pad([[5], [3, 9]], 9, left=left)
+    assert ids.tolist() == [row, [3, 9]]
+    assert mask.tolist() == [kept, [True, True]]
 
 
 def test_positions_count_real_tokens_only() -> None:

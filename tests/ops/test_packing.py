@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_kl.ops.packing import KEYS_AND_VALUES, Layout, group_lengths, pack_last, split_groups, text_layout
+from tests import made
 
 PROMPTS = [[11, 12], [21, 22, 23], [31]]
 RESPONSES = [[13, 14, 15], [24], [32, 33]]
@@ -40,11 +41,6 @@ def test_what_a_state_is_followed_by_is_its_token() -> None:
         last_read = packed.ids.flatten()[packed.states].tolist()
         assert last_read == [*prompt, *response][len(prompt) - 1 : -1]
         assert responses[packed.places].tolist() == response
-
-
-def test_passes_hold_every_token_once() -> None:
-    passes = list(layout().passes([0, 1, 2], most_rows=2, most_tokens=100))
-    assert sorted(torch.cat([p.numbers for p in passes]).tolist()) == list(range(6))
 
 
 def test_a_row_without_a_response_has_no_state() -> None:
@@ -137,24 +133,8 @@ def test_groups_are_halved_until_there_are_enough() -> None:
     assert sorted(split) == [[1], [2], [3], [4]]
 
 
-SHARED = (9, 9, 6, 6, 6, 9)  # tokens; rows with as many have the same prompt
-ANSWERS = (5, 1, 3, 2, 5, 4)
-
-
-def two_prompts() -> Layout:
-    """Six rows over two prompts of different lengths."""
-    noise = torch.Generator().manual_seed(0)
-    width, length = max(SHARED), max(ANSWERS)
-    texts = {size: torch.randint(3, 29, (size,), generator=noise) for size in set(SHARED)}
-    ids = torch.zeros(len(SHARED), width + length, dtype=torch.long)
-    for row, prompt, response in zip(ids, SHARED, ANSWERS, strict=True):
-        row[width - prompt : width] = texts[prompt]
-        row[width : width + response] = torch.randint(3, 29, (response,), generator=noise)
-    return Layout(ids, width, torch.tensor(SHARED), torch.tensor(ANSWERS))
-
-
 def test_prompts_are_shared_only_where_that_spares_enough() -> None:
-    batch = two_prompts()
+    batch = made.two_prompts()
     assert all(rows.prompts is None for rows in batch.passes(range(6), most_rows=9, most_tokens=99, share=False))
     assert all(rows.prompts is None for rows in batch.passes([0, 2], most_rows=9, most_tokens=99))  # two prompts
     (shared,) = batch.passes([0, 1, 5], most_rows=9, most_tokens=99)
@@ -164,7 +144,7 @@ def test_prompts_are_shared_only_where_that_spares_enough() -> None:
 
 
 def test_a_shared_pass_keeps_to_its_limits() -> None:
-    passes = list(two_prompts().passes(range(6), most_rows=2, most_tokens=99))
+    passes = list(made.two_prompts().passes(range(6), most_rows=2, most_tokens=99))
     assert [len(rows.ids) for rows in passes] == [2, 2, 2]
-    assert sorted(int(n) for rows in passes for n in rows.numbers) == list(range(sum(ANSWERS)))
-    assert len(list(two_prompts().passes(range(6), most_rows=9, most_tokens=1))) == 6
+    assert sorted(int(n) for rows in passes for n in rows.numbers) == list(range(sum(made.RESPONSES)))
+    assert len(list(made.two_prompts().passes(range(6), most_rows=9, most_tokens=1))) == 6
