@@ -72,9 +72,9 @@ def prepare_training(
         coef = saved["coef"]
     clock = Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
-    if scores.tell_beta:
-        with contextlib.suppress(InputError):
-            trainer.controller.solved, _ = solved_coef(config, scores)
+    with contextlib.suppress(InputError):
+        solved, doubt = solved_coef(config, scores)
+        trainer.controller.solved = None if doubt else solved
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, clock)
 

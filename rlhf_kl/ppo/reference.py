@@ -67,7 +67,7 @@ class ReferenceScores:
         Errors: InputError if the samples do not determine it.
         """
         scores, groups = self.to_tilt(scaled=scaled)
-        if not self.tell_beta:
+        if not kl_limit(scores, groups):
             return OTHERWISE, (
                 f"the {len(self.shaped)} reference samples have equal scores wherever they share a prompt, so they do "
                 f"not tell beta: it starts at {OTHERWISE:g}"
@@ -81,11 +81,6 @@ class ReferenceScores:
             return solution.coef, f"the best policy for this reward has {share}: if its score stays, lower kl.target"
         known = f"the reference samples suffice for {solution.tilt.kl / sequence_kl:.0%} of the target's KL"
         return solution.coef, f"starting beta {solution.coef:.4g} is a guess: {known}" if solution.extrapolated else ""
-
-    @property
-    def tell_beta(self) -> bool:
-        """Whether responses to a prompt differ in their scores: else `solve` knows no beta."""
-        return kl_limit(*self.to_tilt()) > 0.0
 
     def to_tilt(self, *, scaled: bool = False) -> tuple[list[float], list[int] | None]:
         """The scores that a tilt weighs, and with few values the prompt of each, which is tilted by itself.

@@ -120,6 +120,8 @@ class RewardModel:
     @torch.no_grad()
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Tensor:
         """Scores (B,) float32 on the CPU, in the model's unit; inf where it is not finite, since NaN means no score."""
+        if not responses:  # a process whose part is empty
+            return torch.zeros(0)
         rows = self.encode(prompts, responses)
         read = self._encoded if self.encoder else partial(self._behind_prompts, self._starts(prompts, rows))
         scores = read(rows, sized(SCORING_ROWS)).cpu()

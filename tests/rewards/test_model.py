@@ -43,6 +43,10 @@ def test_batches_and_order_change_nothing(model: RewardModel, monkeypatch: pytes
     assert scores(model, prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
 
 
+def test_a_process_without_texts_has_no_scores(model: RewardModel) -> None:
+    assert scores(model, [], []) == []
+
+
 def test_smaller_passes_change_no_score(
     model: RewardModel, smaller_passes: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
