@@ -328,7 +328,7 @@ def problems(trainer: Any, target: Any, unit: Any, stop_at: Any) -> list[str]:
         )
     if not (isinstance(target, int | float) and 0.0 < target < math.inf):
         found.append(f"kl-budget: target must be a number of nats above 0, got {target!r}")
-    elif stop_at is not None and not stop_at >= target:
+    elif stop_at is not None and not (isinstance(stop_at, int | float) and stop_at >= target):
         found.append(f"kl-budget: stop_at must be a number of nats from target ({target:g}) up, got {stop_at!r}")
     if unit not in UNITS:
         found.append(f"kl-budget: unknown unit {unit!r}{suggestion(str(unit), UNITS)}")
