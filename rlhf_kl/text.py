@@ -72,6 +72,14 @@ def format_number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{max(0, min(decimals, 4))}f}"
 
 
+def with_error(value: float | None, error: float | None) -> str:
+    """`2.14 ± 0.03`, to two digits of the error; empty for None."""
+    if value is None or error is None:
+        return "" if value is None else format_number(value, 4)
+    digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
 def format_percent(value: float | None, *, signed: bool = False) -> str:
     """A share as whole percent."""
     if value is None or not math.isfinite(value):

@@ -114,12 +114,9 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         "forgetting beside the KL", ["scripts/forgetting.py", "FOLDER"], "forgetting.json"
     ),  # 4; of the runs above
     "choices": comparison("where the KL is paid, and the value function", "scripts/choices.yaml"),  # 10
-    "chain": Measurement(
-        "a chain beside own runs", ["scripts/chain_arms.py", "--jobs", "2", "--out", "FOLDER"], "chain.json"
-    ),  # 40
-    "rule": Measurement(
-        "targets that chains recommend", ["scripts/rule.py", "FOLDER"], "rule.json"
-    ),  # 25; needs RLHF_KL_REAL, as stress
+    "scale": Measurement(
+        "one run scaled to every target, beside runs trained there", ["scripts/scale_arms.py", "FOLDER"], "scale.json"
+    ),  # 30; needs RLHF_KL_REAL, as stress
     "control": control("tail errors of all controllers"),  # 40
     "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30
     "several": several("reviews", 64),  # 2

@@ -1,4 +1,4 @@
-"""Rewards of `bench_control.py --rows stress` and `rule.py`: one that loses its spread, four for TinyStories."""
+"""Rewards of `bench_control.py --rows stress` and `scale_arms.py`: one that loses its spread, four for TinyStories."""
 
 from __future__ import annotations
 

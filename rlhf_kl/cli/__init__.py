@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_kl.cli import compare
-from rlhf_kl.commands import config, doctor, evaluate, generate, guide, init, simulate, train
+from rlhf_kl.commands import config, doctor, evaluate, generate, guide, init, scale, simulate, train
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
@@ -42,7 +42,15 @@ app.command(cls=Command)(train.train)
 app.command("eval", cls=Command)(evaluate.evaluate)
 app.command("sft", cls=Command, help="A language model from texts: fine-tuned, or from scratch.")(train.supervised)
 app.command("reward-model", cls=Command, help="A reward model from pairs (Bradley-Terry).")(train.supervised)
-for function in (compare.compare, compare.report, generate.generate, doctor.doctor, simulate.simulate, guide.guide):
+for function in (
+    compare.compare,
+    compare.report,
+    scale.scale,
+    generate.generate,
+    doctor.doctor,
+    simulate.simulate,
+    guide.guide,
+):
     app.command(cls=Command)(function)
 app.add_typer(config.app, name="config")
 

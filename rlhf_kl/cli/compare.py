@@ -34,9 +34,6 @@ def compare(
         int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")
     ] = None,
     updates: Updates = None,
-    chain: Annotated[
-        bool, typer.Option("--chain", help="Targets from low to high, each run from the policy of the one before.")
-    ] = False,
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs, which share the cores.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
     overwrite: Overwrite = False,
@@ -46,8 +43,8 @@ def compare(
     """Train variants x seeds, or read finished runs: table, pictures and a verdict."""
     if (config is None) == (not runs):
         raise InputError("compare takes --config FILE to train, or RUN folders to read")
-    if config is None and (set_ or updates or chain or seed is not None or overwrite or resume or jobs != 1):
-        options = "--set, --seed, --updates, --chain, --jobs, --resume and --overwrite"
+    if config is None and (set_ or updates or seed is not None or overwrite or resume or jobs != 1):
+        options = "--set, --seed, --updates, --jobs, --resume and --overwrite"
         raise InputError(f"{options} need --config: RUN folders are only read")
     check_updates(updates, set_)
     if resume and overwrite:
@@ -58,7 +55,7 @@ def compare(
         from rlhf_kl.config.compare import check_variants, load_compare
 
         # Errors of the config come before torch is imported.
-        plan = load_compare(config, set_ or [], output_dir, seed, updates=updates, chain=chain)
+        plan = load_compare(config, set_ or [], output_dir, seed, updates=updates)
         check_variants(plan)
     from rlhf_kl.commands.grid import train_grid
     from rlhf_kl.commands.report import planned_comparison, write_comparison

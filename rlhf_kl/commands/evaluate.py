@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, RemoteCode, Step, StoredRun
 from rlhf_kl.errors import InputError
-from rlhf_kl.text import format_number, hanging, stdout_width
-from rlhf_kl.ui import log
-
-if TYPE_CHECKING:
-    from rlhf_kl.config.schema import TrainConfig
-    from rlhf_kl.models.lm import LM
-    from rlhf_kl.rewards.scorer import Scorers
-    from rlhf_kl.types import Prompts
+from rlhf_kl.text import hanging, stdout_width, with_error
 
 LABELS = {
     "scores": "score",
@@ -59,8 +50,9 @@ def evaluate(
 ) -> None:
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
     from rlhf_kl.builtin.world import is_builtin
-    from rlhf_kl.commands.stored import Permissions, check_given, located, of_a_run
+    from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
     from rlhf_kl.config.schema.base import refuse
+    from rlhf_kl.report.texts import TITLE, answers, grouped
 
     # Errors of the options come before torch is imported.
     sources = {"--run": run, "--model": model, "--config": config}
@@ -72,112 +64,33 @@ def evaluate(
         raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     settings, folder = permissions.opened(run, model, checkpoint, config)
-    column = column or settings.eval.column
-    check_given({"--model": model, "--reference": reference}, "--texts", texts, column, settings)
+    options_of = {"--model": model, "--reference": reference}
+    check_given(options_of, "--texts", texts, column or settings.eval.column, settings)
     ui.start(quiet)
     with ui.waiting("loading torch"):
-        from rlhf_kl.build.load import Loader
-        from rlhf_kl.build.machine import on_this_machine, run_device
-        from rlhf_kl.build.parts import build_prompts
-        from rlhf_kl.build.world import with_files, world_file
-        from rlhf_kl.commands.stored import load_policy, load_run_reference
-        from rlhf_kl.models.load import compute_dtype
-        from rlhf_kl.models.value import frozen_lm
+        from rlhf_kl.commands.heldout import HeldOut, joined, of_reference
+        from rlhf_kl.commands.samples import heldout_rows
         from rlhf_kl.run.log import encode_json
 
-    settings = on_this_machine(settings, stored=config is None)
-    loader, dtype = Loader.for_run(settings.run, run_device(settings.run)), compute_dtype(settings.run.dtype)
-    held = settings.eval
-    ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
-    limit = held.max_documents if texts is None else None  # it does not limit a named file
-    documents = loader.texts(world_file(ref, "heldout"), column, key, held.split, limit=limit)
+    options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
+    held = HeldOut.load(settings, folder, permissions, **options, reference=reference, stored=config is None)
+    figures = held.perplexity("policy")
+    if held.reference is not None:
+        figures["reference"] = held.perplexity("reference")
     if model is None:
-        files = with_files(settings, ("data", "eval"))
-        rows, settings = loader.prompts(files.data, files.eval), with_files(settings)
-        for_scores, for_gold = permissions.refused(settings) if folder is not None else ([], [])
-        if for_scores or for_gold:
-            names = " and ".join(name for name, refs in (("scores", for_scores), ("gold", for_gold)) if refs)
-            code = ", ".join(dict.fromkeys(for_scores + for_gold))
-            log.warning(f"{names} left out: they need code that the run names ({code}): --plugins runs it")
-        scorers = loader.scorers(settings.reward, reward=not for_scores, gold=not for_gold)
-    loaded, tokenizer = load_policy(loader, settings, folder, model, checkpoint)
-    policy = frozen_lm(loaded, dtype, loader.device)
-    figures = _perplexity(policy, tokenizer, documents, "policy")
-    if model is None or reference is not None:
-        beside = load_run_reference(loader, settings, reference)
-        other = frozen_lm(beside.model, dtype, loader.device)
-        figures["reference"] = _perplexity(other, beside.tokenizer, documents, "reference")
-    if model is None:
-        _, kept = build_prompts(settings, rows, loaded, tokenizer)
-        _add_prompts(figures, settings, kept, (policy, other), tokenizer, scorers, samples)
+        prompts, different = held.prompts(samples)
+        sampled, own, other = held.sampled(prompts, "policy and reference")
+        rows = heldout_rows(prompts, own, other)
+        found = {"prompts": different, "responses": len(prompts), "texts": grouped(rows)}
+        figures = joined(figures, sampled) | found
+        figures["reference"] = joined(figures["reference"], of_reference(own, other))
     if as_json:
         print(encode_json(figures, indent=2).decode())
         return
     from rich.console import Console
 
-    from rlhf_kl.report.texts import TITLE, answers
-
     print(_table(figures))
     Console(highlight=False).print(answers(figures.get("texts", []), TITLE))
-
-
-def _perplexity(lm: LM, tokenizer: Any, texts: list[str], name: str) -> dict[str, Any]:
-    from rlhf_kl.models.perplexity import perplexity_of, safe_exp, text_sums
-    from rlhf_kl.ppo.evaluate import standard_error
-
-    with ui.progress(f"reading {len(texts)} documents: {name}") as advance:
-        sums = text_sums(lm, tokenizer, texts, advance=advance)
-    nats, tokens = zip(*sums.each, strict=True)
-    errors = {"perplexity": standard_error(nats, tokens, of=safe_exp), "nats_per_token": standard_error(nats, tokens)}
-    return asdict(perplexity_of([sums])) | {"standard_errors": errors}
-
-
-def _add_prompts(
-    figures: dict[str, Any],
-    config: TrainConfig,
-    kept: Prompts,
-    pair: tuple[LM, LM],
-    tokenizer: Any,
-    scorers: Scorers,
-    samples: int | None,
-) -> None:
-    """Adds the figures of both on held-out prompts, and some of their texts."""
-    from rlhf_kl.build.parts import sampling_of
-    from rlhf_kl.commands.samples import heldout_rows
-    from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.monitors import worded
-    from rlhf_kl.ppo.evaluate import errors_of, figures_of, policy_samples
-    from rlhf_kl.report.texts import grouped
-
-    policy = pair[0]
-    several = samples or max(len(kept), config.rollout.batch_size)  # some prompts are answered more than once
-    prompts = PromptStream(kept, several, config.run.seed).batch(1)
-    scorers.begin(config.updates + 1, config.updates)
-    with ui.progress(f"sampling {len(prompts)} responses of each", 2 * len(prompts)) as advance:
-        own, other = policy_samples(
-            *pair,
-            prompts,
-            range(len(prompts)),
-            config.run.seed,
-            sampling_of(config, policy.model, tokenizer),
-            tokenizer,
-            scorers,
-            batch_size=config.rollout.batch_size,
-            advance=advance,
-            shown=len(prompts),
-        )
-    facts: dict[str, Any] = {}
-    found = figures_of(own, other, facts) | {"prompts": len(kept), "responses": len(prompts)}
-    for alert in worded(facts):
-        log.warning(alert)
-    if unscored := found.pop("unscored"):
-        log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
-    figures |= found | {"texts": grouped(heldout_rows(prompts, own, other))}
-    errors, of_reference = errors_of(own), errors_of(other)
-    figures["standard_errors"] |= errors | {"forward_kl_token": of_reference["kl_token"]}
-    beside, found = figures["reference"], figures_of(other, own, {})
-    for name in ("scores", "gold", "length", "eos_rate", "distinct_2"):
-        beside[name], beside["standard_errors"][name] = found[name], of_reference[name]
 
 
 def _table(figures: dict[str, Any]) -> str:
@@ -195,10 +108,5 @@ def _table(figures: dict[str, Any]) -> str:
 
 
 def _shown(figures: dict[str, Any], key: str) -> str:
-    value, error = figures.get(key), figures["standard_errors"].get(key)
-    if value is None or isinstance(value, int):
-        return "" if value is None else str(value)
-    if error is None:
-        return format_number(value, 4)
-    digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4  # two of the error
-    return f"{value:.{digits}f} ± {error:.{digits}f}"
+    value = figures.get(key)
+    return str(value) if isinstance(value, int) else with_error(value, figures["standard_errors"].get(key))

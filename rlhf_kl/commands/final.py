@@ -142,23 +142,44 @@ def model_card(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any], *, adapter: bool
 ) -> str:
     """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
-    first = config.reference.model if goes_on(config) else config.policy.model
-    name, base = config.run.name, source_name(first)
+    base = _base(config)
+    figures = control_figures(rows, config.kl)
+    table = _card_table(config, base, figures, closing_figures([*rows, closing], config.kl.unit))
+    return _card(config, table, closing_note(len(rows), config), adapter=adapter)
+
+
+def scaled_card(config: TrainConfig, row: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """The card of a policy that `rlhf-kl scale` wrote; `row` and `reference` as in scale.json."""
+    pairs = {"score": "scores", "held-out perplexity": "perplexity", "distinct word pairs": "distinct_2"}
+    table = {
+        "base model": _base(config),
+        "trained policy": f"of {config.run.name}",
+        "scale": f"{row['scale']:.4g} of what training added to each weight of the reference",
+        "KL": f"{format_number(row['kl'])} nats per {config.kl.unit}",
+        **{label: start_to_end((reference[key], row[key])) for label, key in pairs.items()},
+    }
+    return _card(config, table, "reference -> this policy, on held-out prompts and texts", adapter=False)
+
+
+def _base(config: TrainConfig) -> str:
+    return source_name(config.reference.model if goes_on(config) else config.policy.model)
+
+
+def _card(config: TrainConfig, table: Mapping[str, str], note: str, *, adapter: bool) -> str:
+    name, base = config.run.name, _base(config)
     on_hub = "/" in base
     front: dict[str, Any] = {"tags": ["rlhf", "ppo", "rlhf-kl"], "library_name": "peft" if adapter else "transformers"}
     if on_hub:
         front |= {"base_model": base.partition("@")[0], "base_model_relation": "adapter" if adapter else "finetune"}
-    figures = control_figures(rows, config.kl)
-    start_end = closing_figures([*rows, closing], config.kl.unit)
     loaded = base.replace("@", ",revision=") if on_hub else "FOLDER-OF-THE-BASE"
     return CARD.format(
         front=yaml.safe_dump(front, sort_keys=True),
         name=name,
         base=base,
         version=version("rlhf-kl"),
-        table="\n".join(f"| {key} | {value} |" for key, value in _card_table(config, base, figures, start_end).items()),
+        table="\n".join(f"| {key} | {value} |" for key, value in table.items()),
         temperature=format_number(config.rollout.temperature),
-        note=closing_note(len(rows), config),
+        note=note,
         library=front["library_name"],
         auto=f"Auto{'Peft' * adapter}ModelForCausalLM",
         local_base=LOCAL_BASE.format(base=base) if adapter and not on_hub else "",

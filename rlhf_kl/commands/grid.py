@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from rlhf_kl import ui
 from rlhf_kl.build.machine import on_this_machine
 from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
-from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.program import NUMBER, cores
 from rlhf_kl.report.run import stored_config
@@ -52,7 +49,7 @@ def check_folders(plan: ComparePlan) -> None:
     problems = []
     for run in plan.runs:
         folder = _run_folder(run)
-        changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(begun(run)))
+        changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(run.config))
         if changed:
             problems.append(
                 f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs anew, "
@@ -76,17 +73,12 @@ class Grid:
         """Train until all runs have ended; return the names of those that failed."""
         total, missing = len(self.plan.runs), len(self.missing)
         log.info(f"{total} runs: {total - missing} finished, {missing} to train")
-        chains = list[list[PlannedRun]]()  # each is trained by one thread, from its first run to its last
-        for run in self.missing:
-            if not chains or run.after != chains[-1][-1].name:
-                chains.append([])
-            chains[-1].append(run)
-        if not chains:
+        if not missing:
             return []
         began, updates = time.time(), sum(run.config.updates for run in self.missing)
         with ui.progress("training", updates) as advance, ThreadPoolExecutor(self.jobs) as threads:
             try:
-                pending, counted = {threads.submit(self.train, chain) for chain in chains}, Counter[str]()
+                pending, counted = {threads.submit(self.train, run) for run in self.missing}, Counter[str]()
                 while pending:
                     done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
                     for future in done:
@@ -99,32 +91,26 @@ class Grid:
                 self.stop()
         return self.failures
 
-    def train(self, chain: Sequence[PlannedRun]) -> None:
-        """Train runs of which each needs the end of the one before."""
-        for i, run in enumerate(chain):
-            began, file = time.monotonic(), self.plan.folder / "logs" / f"{run.name}.log"
-            code = None if self.stopped else self.run(run, file)
-            if self.stopped:
-                return
-            if code == 0:
-                log.info(f"{run.name}: done in {time.monotonic() - began:.0f} s")
-                continue
-            last, lost = _last_line(file), [other.name for other in chain[i + 1 :]]
-            if code == GUARD:
-                log.warning(f"{run.name}: stopped by a guard: {last}")
-            else:
-                log.error(f"{run.name}: failed: {last or f'exit code {code}'} ({file})")
-            if lost:
-                log.error(f"not trained, since {run.name} did not reach its end: {', '.join(lost)}")
-            self.failures += lost if code == GUARD else [run.name, *lost]
+    def train(self, run: PlannedRun) -> None:
+        """Train a run, and tell how it ended."""
+        began, file = time.monotonic(), self.plan.folder / "logs" / f"{run.name}.log"
+        code = None if self.stopped else self.run(run, file)
+        if self.stopped:
             return
+        if code == 0:
+            log.info(f"{run.name}: done in {time.monotonic() - began:.0f} s")
+        elif code == GUARD:
+            log.warning(f"{run.name}: stopped by a guard: {_last_line(file)}")
+        else:
+            log.error(f"{run.name}: failed: {_last_line(file) or f'exit code {code}'} ({file})")
+            self.failures.append(run.name)
 
     def run(self, run: PlannedRun, file: Path) -> int:
         """Train a run in a process of its own, which writes its log into `file`; its exit code."""
         config = self.plan.folder / "configs" / f"{run.name}.yaml"  # which its process reads
         for path in (_run_folder(run).path, config, file):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(config, dump_config(begun(run)))
+        write_atomic(config, dump_config(run.config))
         mode = "--overwrite" if self.overwrite else "--resume"
         environment = dict(os.environ)
         if self.jobs > 1:
@@ -150,24 +136,6 @@ class Grid:
         self.stopped = True
         for process in self.processes:
             process.send_signal(signal.SIGINT)  # nothing where it has ended
-
-
-def begun(run: PlannedRun) -> TrainConfig:
-    """The config that a run starts with. In a chain, `auto` is the last beta of the run before, over the step in KL.
-
-    The reference's samples, which `auto` reads elsewhere, know little of a policy that is far from the reference.
-    """
-    config, before = (
-        run.config,
-        RunFolder(Path(run.config.policy.model).parent).finished_summary() if run.after else None,
-    )
-    if before is None or config.kl.controller.coef != "auto":
-        return config
-    control, last = config.kl.controller, before["final"]
-    coef = last["kl/coef_next"] * last["kl/target"] / config.kl.target_value
-    coef = min(max(coef, control.min_coef or coef), control.max_coef or math.inf)
-    controller = control.model_copy(update={"coef": coef})
-    return config.model_copy(update={"kl": config.kl.model_copy(update={"controller": controller})})
 
 
 def _run_folder(run: PlannedRun) -> RunFolder:

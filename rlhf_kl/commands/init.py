@@ -30,6 +30,5 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where (d
         raise InputError(f"{folder}: cannot be written: {error.strerror}") from None
     config = short_path(str((folder / "mine.yaml").absolute()))
     print(f"Name your model in {config} (policy.model), then\n")
-    targets = f"compare --config {config.replace('mine.yaml', 'targets.yaml')} --chain --updates 20"
-    for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins", targets):
+    for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins", "scale --plugins"):
         print(f"  {shell_command()} {command}")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.config.compare import ComparePlan
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import short_path
 from rlhf_kl.report.charts import TARGETS, compare_charts, held_charts, run_charts, target_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
-from rlhf_kl.report.page import compare_page, compared_texts, report_page
+from rlhf_kl.report.page import compare_page, compared_texts, report_page, scale_page, scaled_texts
 from rlhf_kl.report.run import RunResult, read_run
-from rlhf_kl.report.verdict import WIDTH, figures_table, judge, recommend, text_table
+from rlhf_kl.report.sweep import recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
+from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
 from rlhf_kl.text import hanging, safe_text
@@ -63,13 +68,32 @@ def link_reports(comparison: Comparison) -> None:
             advance()
 
 
+def write_scaled(document: Mapping[str, Any], folder: RunFolder, config: TrainConfig, width: int | None) -> str:
+    """Write scale.json, scale.html and scale.png into a run's folder; return text for a terminal."""
+    lines, name = scaled_answer(document, shlex.quote(short_path(str(folder.path)))), config.run.name
+    charts = target_charts(sweep_of_scaled(document))
+    try:
+        write_json(folder.path / "scale.json", dict(document))
+        write_atomic(folder.path / "scale.html", scale_page(document, name, lines))
+        save_sheet(charts, folder.path / "scale.png", columns=2, heading=f"{name}: which target?", footer=TARGETS)
+    except OSError as error:
+        raise InputError(f"{folder.path}: cannot be written: {error.strerror or error}") from None
+    parts = [text_table(*scale_table(document), width or WIDTH)]
+    for heading, answers in scaled_texts(document):
+        texts = [f"  {prompt} ... {safe_text(text)}  ({figures})" for prompt, figures, text in answers]
+        parts.append("\n".join([heading, *(hanging(text, width, 4) for text in texts)]))
+    parts.append("\n".join(hanging(line, width, 2) for line in lines))
+    return "\n\n".join([*parts, short_path(str(folder.path / "scale.html"))])
+
+
 def _age(file: Path) -> float:
     return file.stat().st_mtime if file.is_file() else 0.0
 
 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
-    lines, held, advice = judge(comparison), held_charts(comparison), recommend(comparison)
+    lines, held, sweep = judge(comparison), held_charts(comparison), sweep_of(comparison)
+    advice = recommend(sweep) if len(comparison.seeds) > 1 else None
     target = f" of {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
     link_reports(comparison)
     try:
@@ -80,7 +104,7 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
             footer = ("A line for each seed. " if len(comparison.seeds) > 1 else "") + "Band: target ± 25 %."
             save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
                        heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
-        if targets := target_charts(comparison):
+        if targets := target_charts(sweep):
             save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?", footer=TARGETS)
         for chart in compare_charts(comparison):
             save_sheet([chart], folder / f"{chart.slug}.png")

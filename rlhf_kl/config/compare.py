@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -21,7 +21,6 @@ from rlhf_kl.config.schema import Section, TrainConfig
 from rlhf_kl.config.schema.base import SEEDS, Name, inner, refuse
 from rlhf_kl.config.yaml import located, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
-from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.program import short_path
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
@@ -62,7 +61,6 @@ class PlannedRun:
     variant: str
     seed: int
     config: TrainConfig
-    after: str = ""  # the run that has to end before, whose policy it starts from
 
     @property
     def name(self) -> str:
@@ -102,13 +100,12 @@ def plan_comparison(
     seed: int | None = None,
     *,
     updates: int | None = None,
-    chain: bool = False,
 ) -> ComparePlan:
     """Check a comparison and lay out its runs.
 
     raw, path: the mapping and its file, beside which relative paths are looked for. overrides: `--set` for every run;
     they win over the variants. output_dir: default runs/NAME-OF-THE-FILE. seed: instead of those of the file.
-    updates: of each run. chain: the runs of a seed as a chain, see `link`. Raises InputError with every problem.
+    updates: of each run. Raises InputError with every problem.
     """
     kind = detect_kind(read_merged(path) if "extends" in raw else raw)
     if kind not in (None, "compare"):
@@ -118,8 +115,7 @@ def plan_comparison(
     with blame(f"{path}: base"):
         base = find_config(config.base, folder=path.parent, but=path)
         load_config("train", base)
-    name = path.stem + "-chain" * chain
-    folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / name)))
+    folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / path.stem)))
     by_variant: dict[str, TrainConfig] = {}
     problems = list[str]()
     for variant, fragment in config.variants.items():
@@ -134,56 +130,18 @@ def plan_comparison(
         if not differences(by_variant[name], by_variant[other])
     ]
     refuse(*dict.fromkeys(problems))
+    runs = [
+        PlannedRun(one, number, _placed(settings, folder, f"{one}-s{number}", number, updates))
+        for number in config.seeds
+        for one, settings in by_variant.items()
+    ]
     notes = _unpaired(by_variant)
-    if chain:
-        by_variant, left_out = _by_target(by_variant)
-        notes += left_out
-    runs = list[PlannedRun]()
-    for number in config.seeds:
-        row = [
-            PlannedRun(one, number, _placed(settings, folder, f"{one}-s{number}", number, updates))
-            for one, settings in by_variant.items()
-        ]
-        runs += link(row) if chain else row
     shown = config.base if base.parent == shipped_configs() else short_path(str(base))
     options = {}
     for one in by_variant:
         changes = [f"{key}={value}" for key, value in flat(config.variants[one] or {}).items() if key != "kl.target"]
         options[one] = " --set ".join([f"--config {shown}", *map(shlex.quote, [*changes, *overrides])])
-    return ComparePlan(name, folder, runs, notes, options)
-
-
-def _by_target(variants: Mapping[str, TrainConfig]) -> tuple[dict[str, TrainConfig], list[str]]:
-    """The variants with a KL target, from low to high, and a note on the others. Errors: InputError without a chain."""
-    held = {name: config for name, config in variants.items() if adjusts(config.kl.controller.kind)}
-    problems = ["--chain: needs two variants or more that hold a KL target"] if len(held) < 2 else []
-    for name, other in pairwise(held):
-        changed = [line for line in differences(held[name], held[other]) if not line.startswith("kl.target:")]
-        if changed:
-            problems.append(f"--chain: variants.{name} and {other} must differ in kl.target only: {changed[0]}")
-    refuse(*problems)
-    others = [name for name in variants if name not in held]
-    notes = [f"not in the chain, since no KL target is held: {', '.join(others)}"] if others else []
-    return dict(sorted(held.items(), key=lambda item: item[1].kl.target_value)), notes
-
-
-def link(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Each run from the policy that the one before writes at its end, with the reference of the first.
-
-    The learning rate is constant. An adapter is trained further and never merged, so its base stays as it is.
-    """
-    linked: list[PlannedRun] = []
-    for run in runs:
-        config = run.config
-        changed: dict[str, Section] = {"ppo": config.ppo.model_copy(update={"lr_schedule": "constant"})}
-        if linked:
-            start = str(Path(linked[-1].config.run.output_dir) / "final")
-            reference = config.reference.model or config.policy.model
-            changed["policy"] = config.policy.model_copy(update={"model": start, "lora": None})
-            changed["reference"] = config.reference.model_copy(update={"model": reference})
-        after = linked[-1].name if linked else ""
-        linked.append(PlannedRun(run.variant, run.seed, config.model_copy(update=changed), after))
-    return linked
+    return ComparePlan(path.stem, folder, runs, notes, options)
 
 
 def check_variants(plan: ComparePlan) -> None:
@@ -191,8 +149,7 @@ def check_variants(plan: ComparePlan) -> None:
     problems = list[str]()
     for run in plan.runs:
         with collected(problems), blame(f"variants.{run.variant}"):
-            if not run.after:  # else it begins with a model that is not there yet
-                check_named(run.config)
+            check_named(run.config)
     refuse(*dict.fromkeys(problems))
 
 

@@ -6,20 +6,20 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf_kl.kl_controllers.held import BAND
 from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.drawing import ORDERED, Axes, Chart, Line, colour, log_if_wide, marks, with_values
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.verdict import PAIRS, PERPLEXITY, outcome, recommend
+from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep, recommend
+from rlhf_kl.report.verdict import outcome
 from rlhf_kl.text import format_number, format_percent, read_number
 
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
-TARGETS = "Each target stands at the √KL that its runs reached."
+TARGETS = "Each target stands at the √KL that was reached."
 ROOT_KL = "√KL, nats per response"
 BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
@@ -231,22 +231,24 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
     return Chart("kl-beta", title, unit, lines, caption, xlabel="beta", log="xy")
 
 
-def target_charts(comparison: Comparison) -> list[Chart]:
-    """Of a sweep of targets: score and gold, and what they cost, over sqrt(KL), a point for each target."""
-    points = [(math.sqrt(max(0.0, kl)), v) for v in comparison.by_target if (kl := v.mean("kl")) is not None]
-    advice, xs = recommend(comparison), [x for x, _ in points]
-    marked = [x for x, v in points if advice is not None and v.target == advice.target]
-    runs = [run for _, variant in points for run in variant.runs.values()]
+def target_charts(sweep: Sweep | None) -> list[Chart]:
+    """Score and gold, and what they cost, over sqrt(KL), a point for each target; empty without a sweep."""
+    advice = recommend(sweep)
+    if sweep is None or advice is None:
+        return []
+    points = [(math.sqrt(max(0.0, kl)), p) for p in sweep.points if (kl := p.figures["kl"][0]) is not None]
+    xs = [x for x, _ in points]
+    marked = [x for x, point in points if point.target == advice.target]
 
     def line(name: str, label: str, tint: str) -> Line:
-        known = [(x, mean, v.sd(name) or 0.0) for x, v in points if (mean := v.mean(name)) is not None]
-        low, high = [m - sd for _, m, sd in known], [m + sd for _, m, sd in known]
+        known = [(x, mean, error or 0.0) for x, p in points for mean, error in [p.figures[name]] if mean is not None]
+        low, high = [m - error for _, m, error in known], [m + error for _, m, error in known]
         return Line(label, tint, *_columns([(x, mean) for x, mean, _ in known]), low, high, marker="o")
 
     def levels(name: str, limit: float) -> list[Line]:
-        known = [value for run in runs if (value := run.reference(f"eval/{name}")) is not None]
-        level, ends = fmean(known) if known else 0.0, [xs[0], xs[-1]] if known else []
-        named = (("reference", "muted", level), ("limit", "alert", limit * level))
+        level = sweep.reference[name]
+        ends = [xs[0], xs[-1]] if level is not None else []
+        named = (("reference", "muted", level or 0.0), ("limit", "alert", limit * (level or 0.0)))
         return [Line(label, tint, ends, [y] * len(ends), dash=DASHES[1], marker="") for label, tint, y in named]
 
     def draw(axes: Axes) -> None:
@@ -259,15 +261,14 @@ def target_charts(comparison: Comparison) -> list[Chart]:
     score, gold = line("scores", "score", "score"), line("gold", "true score (gold)", "gold")
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
     forgetting = line("forgetting", "forgetting", "perplexity")
-    caption = ["Last ten updates.", _spread(comparison), TARGETS]
-    caption += ["Dotted: the target recommended by the limits."] if marked else []
+    caption = [sweep.note, TARGETS, *["Dotted: the target below the first limit."] * bool(marked)]
     panels = [
         ("Score by KL target", "score", [score, gold], " ".join(caption)),
         ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),
         ("Forgetting", "nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
         ("Distinct word pairs", "share of all", [pairs, *levels("distinct_2", PAIRS)], "Of held-out responses."),
     ]
-    label = f"KL target, nats per {comparison.unit}"
+    label = f"KL target, nats per {sweep.unit}"
     return with_values(
         Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], words, xlabel=label, more=draw)
         for i, (title, unit, lines, words) in enumerate(panels)

@@ -18,14 +18,11 @@ from rlhf_kl.config.load import config_diff
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import adjusts
-from rlhf_kl.report.control import goes_on, source_name
 from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
 from rlhf_kl.report.run import RunResult, mean, read_run
 
 # If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
-# What a run of a chain has of the one before: KLs and scores are measured to the same reference all the same.
-CHAINED = ("policy.model", "policy.lora", "reference.model", "kl.controller.coef")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
 NO_MEANS = ("verdict", "since", "error_since", "target", "unit", "updates")  # of a run's figures
 GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure at equal KL -> its gain over the reference
@@ -139,16 +136,12 @@ class Comparison:
 
     @property
     def by_target(self) -> list[Variant]:
-        """The largest set of variants that differ only in their KL target, by target; empty for fewer than three.
-
-        Two are enough for a chain.
-        """
+        """The largest set of variants that differ only in their KL target, by target; empty for fewer than three."""
         controlled = [variant for variant in self.variants if adjusts(variant.config.kl.controller.kind)]
         groups = [[v for v in controlled if not _diff(one.config, v.config, "kl.target")] for one in self.variants]
         largest: list[Variant] = max(groups, key=len, default=[])
         by_target = sorted(largest, key=lambda variant: variant.target)
-        enough = 2 if any(goes_on(variant.config) for variant in by_target) else 3
-        return by_target if len({variant.target for variant in by_target}) >= enough else []
+        return by_target if len({variant.target for variant in by_target}) > 2 else []
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
@@ -214,8 +207,7 @@ def _variant_name(run: RunResult, variants: Mapping[str, Mapping[int, RunResult]
     """The variant whose config differs only in the seed, else a new name from the folder's name."""
     for name, members in variants.items():
         other = next(iter(members.values()))
-        starts = {re.sub(r"-s\d+$", "", source_name(each.config.policy.model)) for each in (run, other)}
-        if len(starts) == 1 and not _diff(run.config, other.config):
+        if not _diff(run.config, other.config):
             return name
     return _free_name(re.sub(r"-s\d+$", "", run.path.resolve().name), variants)
 
@@ -266,10 +258,8 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
 
 
 def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:
-    """Differences in settings, without those `but` some, and without those of runs of a chain with one reference."""
-    one_reference = len({config.reference.model or config.policy.model for config in (a, b)}) == 1
-    chain = CHAINED if one_reference and (goes_on(a) or goes_on(b)) else ()
-    return [line for line in config_diff(a, b) if not line.startswith((*NOT_THE_RUN, *chain, *but))]
+    """Differences in settings, without those `but` some."""
+    return [line for line in config_diff(a, b) if not line.startswith((*NOT_THE_RUN, *but))]
 
 
 def _scale_diff(a: Variant, b: Variant) -> list[str]:

@@ -21,6 +21,7 @@ from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.control import verdict_text
 from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
+from rlhf_kl.report.sweep import scale_table, sweep_of, sweep_of_scaled
 from rlhf_kl.report.texts import across, text_figures
 from rlhf_kl.report.verdict import figures_table
 from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
@@ -34,6 +35,12 @@ TABLE_NOTE = (
     f"within {held.BAND:.0%} in {held.HELD_SHARE:.0%} of the updates from {held.BAND_FROM} on. Scores at "
     "equal KL: by seed, read from a curve over √KL through the reference and the ends of a family's runs; the interval "
     "covers the spread over seeds and the gaps of the curve."
+)
+
+PROMPT = 160  # characters of a prompt that are shown, its end
+SCALE_NOTE = (
+    "The policy at a scale s has the reference's weights plus s times what training added to them. Each row is "
+    "measured on the scaled policy's own held-out responses. KL is exact. ±: one standard error."
 )
 
 
@@ -89,15 +96,48 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
         subtitle=subtitle,
         verdict=verdict,
         notes=comparison.notes,
-        texts=compared_texts(comparison),
+        texts_title="The same prompt",
+        texts=[found] if (found := compared_texts(comparison)) else [],
         held=[_chart(chart) for chart in held_charts(comparison)],
-        targets=[_chart(chart) for chart in target_charts(comparison)],
+        targets=[_chart(chart) for chart in target_charts(sweep_of(comparison))],
         table=figures_table(comparison),
         tints={name: style.tint for name, style in variant_styles(comparison).items()},
         table_note=TABLE_NOTE,
         charts=[_chart(chart) for chart in compare_charts(comparison)],
         links=list(links.items()),
     )
+
+
+def scale_page(document: Mapping[str, Any], name: str, verdict: Sequence[str]) -> str:
+    """The page of `rlhf-kl scale`."""
+    return _render(
+        "compare.html",
+        refresh=None,
+        name=f"{name}, scaled",
+        subtitle=f"One run at other KL targets · {document['samples']} held-out responses at each",
+        verdict=verdict,
+        notes=[],
+        texts_title="Two responses of median score at each target",
+        texts=scaled_texts(document),
+        held=[],
+        targets=[_chart(chart) for chart in target_charts(sweep_of_scaled(document))],
+        table=scale_table(document),
+        tints={},
+        table_note=SCALE_NOTE,
+        charts=[],
+        links=[],
+    )
+
+
+def scaled_texts(document: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """For each target a heading, and prompt, figures and response of median score."""
+    return [
+        (
+            f"KL target {row['target']:g} (scale {row['scale']:.2f})",
+            [(safe_text(text["prompt"].strip()[-PROMPT:]), _text_figures(text), text["text"]) for text in row["texts"]],
+        )
+        for row in document["rows"]
+    ]
 
 
 def compared_texts(comparison: Comparison) -> tuple[str, list[tuple[str, str, str]]] | None:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import sqrt
-from typing import NamedTuple
 
 from rlhf_kl.program import shell_command, short_path
 from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.control import why_short
 from rlhf_kl.report.equal_kl import EqualKL
+from rlhf_kl.report.sweep import recommend, sweep_of
 from rlhf_kl.text import format_number, format_percent
 
 MEASURES = {"scores_shaped": "Score", "gold": "True score"}
 WORDS = {"held": "held", "late": "reached late", "missed": "missed", "short": "too short to say"}
 WIDTH = 80  # columns of a terminal
 SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
-# The limits of a recommended target, chosen on eight seeds of the built-in world, where the true score is known.
-PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
-PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
-GAIN = 0.15  # slope of the score over sqrt(KL), over its steepest: less, and the score is nearly at its top
 
 
 # ---- tables
@@ -91,67 +86,29 @@ def judge(comparison: Comparison) -> list[str]:
     return lines
 
 
-class Recommendation(NamedTuple):
-    """The KL target that a rule without gold recommends, in nats, and why."""
-
-    target: float  # half of the lowest that was tried if that one meets a limit
-    reason: str
-
-
-def recommend(comparison: Comparison) -> Recommendation | None:
-    """The highest target of a sweep below the first one that meets a limit or was missed; None without a sweep.
-
-    It reads what every run has: score, held-out perplexity, distinct word pairs and KL, as means over seeds.
-    """
-    before, steepest, below, cost = (0.0, 0.0), 0.0, None, None
-    for variant in comparison.by_target:
-        names = ("perplexity_cost", "distinct_share", "kl_sequence", "score_gain")
-        cost, pairs, kl, gain = map(variant.mean, names)
-        met = []
-        if cost is not None and cost + 1 > PERPLEXITY:
-            met.append(f"the held-out perplexity is {cost + 1:.2f} times the reference's (limit {PERPLEXITY:g})")
-        if pairs is not None and pairs < PAIRS:
-            met.append(f"distinct word pairs are {pairs:.0%} of the reference's (limit {PAIRS:.0%})")
-        if kl is not None and gain is not None:
-            root = sqrt(max(0.0, kl))
-            slope = (gain - before[1]) / (root - before[0]) if root > before[0] else 0.0
-            steepest = max(steepest, slope)
-            if slope <= GAIN * steepest:
-                share = slope / steepest if steepest > 0 else 0.0
-                met.append(f"the score rises {share:.0%} as fast with √KL as at its steepest (limit {GAIN:.0%})")
-            before = root, gain
-        if below is not None and 2 * variant.verdicts["missed"] > len(variant.runs):
-            met.append("the target was missed")
-        if met:
-            reason = f"at {variant.target:g} {', '.join(met)}"
-            if below is None:
-                return Recommendation(variant.target / 2, f"below the lowest that was tried, since {reason}")
-            return Recommendation(below, reason)
-        below = variant.target
-    paid = "" if cost is None else f" (perplexity is {cost + 1:.2f} times the reference's)"
-    reason = f"the highest that was tried; no limit was met{paid}: try higher if its texts are good"
-    return Recommendation(below, reason) if below else None
-
-
 def _target_answer(comparison: Comparison) -> list[str]:
     """Of a sweep of targets: which one to take, the command for it, and what a higher one buys and costs."""
-    advice, unit = recommend(comparison), f"nats per {comparison.unit}"
+    advice, unit = recommend(sweep_of(comparison)), f"nats per {comparison.unit}"
     if advice is None:
         return []
-    low, high, target = comparison.by_target[0], comparison.by_target[-1], advice.target
-    text = f"Recommended target: {target:g} {unit}: {advice.reason}."
-    if golds := [(gold, v.target) for v in comparison.by_target if (gold := v.mean("gold")) is not None]:
-        text += " The true score is highest ({:.2f}) at {:g}.".format(*max(golds))
-    read = next(iter(low.runs.values())).path / "config.yaml"
-    options = comparison.options.get(low.name, f"--config {short_path(str(read))} --output-dir OTHER")
-    command = f"{shell_command()} train {options} --set kl.target={target:g}"
+    low, high = comparison.by_target[0], comparison.by_target[-1]
     ends = [
         f"{label} {format_number(start)} -> {format_number(end)}"
         for name, label in (("scores", "score"), ("gold", "true score"), ("perplexity", "held-out perplexity"))
         if (start := low.mean(name)) is not None and (end := high.mean(name)) is not None
     ]
     span = f"From a target of {low.target:g} to {high.target:g} {unit}: {', '.join(ends)}."
-    span += " 1 seed: what differs by little may be noise." * (len(comparison.seeds) == 1)
+    if golds := [(gold, v.target) for v in comparison.by_target if (gold := v.mean("gold")) is not None]:
+        span += " The true score is highest ({:.2f}) at {:g}.".format(*max(golds))
+    found = "none of these" if advice.target is None else f"{advice.target:g} {unit}"
+    if len(comparison.seeds) == 1:  # another seed may find another one
+        return [f"One seed recommends no target. What it found: {found}: {advice.reason}.", span]
+    if advice.target is None:
+        return [f"No target is recommended: {advice.reason}.", span]
+    read = next(iter(low.runs.values())).path / "config.yaml"
+    options = comparison.options.get(low.name, f"--config {short_path(str(read))} --output-dir OTHER")
+    command = f"{shell_command()} train {options} --set kl.target={advice.target:g}"
+    text = f"Recommended target: {found}: {advice.reason}."
     return [text, f"Read the texts of each target. A run of its own: {command}", span]
 
 

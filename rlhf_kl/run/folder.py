@@ -38,7 +38,8 @@ class RunFolder:
         self.trackers = self.path / "trackers.json"
         self.passes = self.path / "passes.json"  # the size of passes, where memory was full
         records = (self.config, self.metrics, self.samples, self.summary, self.passes)
-        self.files = (*records, self.report, self.picture, self.trackers)
+        self.scale = [self.path / f"scale.{end}" for end in ("json", "html", "png")]  # of `rlhf-kl scale`
+        self.files = (*records, self.report, self.picture, self.trackers, *self.scale)
         self.final = self.path / "final"
         self.merged = self.path / "merged"
         self.checkpoints = self.path / "checkpoints"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.config.compare import load_compare
 from rlhf_kl.plugins import load_attribute
 
 Cli = Callable[..., Any]
@@ -50,7 +49,6 @@ def own(tmp_path_factory: pytest.TempPathFactory, rlhf_kl: Cli) -> Iterator[Path
             "mine.py",
             "mine.yaml",
             "prompts.jsonl",
-            "targets.yaml",
         ]
         assert len(Path("prompts.jsonl").read_text().splitlines()) == 40
         tokenizer = train_tokenizer(Path("heldout.txt").read_text().splitlines(), 300, 160)
@@ -74,12 +72,6 @@ def test_an_own_run_from_an_empty_folder(own: Path, rlhf_kl: Cli) -> None:
     assert (done.code, done.out.splitlines()[-1].split()[0]) == (0, "ready:"), done
     assert "3 updates of" in done.out
     assert done.err.count("sampling the reference ...") == 1
-    assert [(run.name, run.after) for run in load_compare("targets.yaml", chain=True, seed=0).runs] == [
-        ("target-0.02-s0", ""),
-        ("target-0.05-s0", "target-0.02-s0"),
-        ("target-0.1-s0", "target-0.05-s0"),
-        ("target-0.2-s0", "target-0.1-s0"),
-    ]
     assert done.out.endswith(" doubtful; next: rlhf-kl train --config mine.yaml\n")
     train = ("train", "mine", "--updates", "2", *SMALL, "--set", "tracking.tensorboard=false")
     done = rlhf_kl(*train, "--json", "--quiet")

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,91 +149,6 @@ def test_each_run_gets_its_share_of_the_cores(
         monkeypatch.setenv("OMP_NUM_THREADS", own)
     assert not Grid(load_compare(str(compare_file), [], tmp_path, None), jobs, False).work()
     assert started == [threads, threads]
-
-
-@pytest.mark.parametrize("code", [0, 1, 3])
-def test_a_run_of_a_chain_waits_for_the_one_before(
-    compare_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    """Two seeds side by side; the second target of seed 0 ends with `code`, and with it the rest of its chain."""
-    variants = {f"t{target}": {"kl": {"target": target}} for target in (0.3, 0.1, 0.2)}
-    file = compare_file.parent / "chain.yaml"
-    file.write_text(yaml.safe_dump({"base": "tiny.yaml", "seeds": [0, 1], "variants": variants}))
-    running, started = set[str](), list[str]()
-    both = threading.Barrier(2, timeout=20)  # the first runs of both seeds are in progress at the same time
-
-    def popen(command: list[str], **options: Any) -> SimpleNamespace:
-        name = Path(command[command.index("--config") + 1]).stem
-        assert not {other for other in running if other[-1] == name[-1]}, "its predecessor is still running"
-        running.add(name)
-        started.append(name)
-
-        def wait() -> int:
-            if name.startswith("t0.1"):
-                both.wait()
-            running.discard(name)
-            return code if name == "t0.2-s0" else 0
-
-        return SimpleNamespace(wait=wait, send_signal=lambda number: None)
-
-    monkeypatch.setattr("rlhf_kl.commands.grid.subprocess.Popen", popen)
-    grid = Grid(load_compare(str(file), [], tmp_path, None, chain=True), 2, False)
-    failures = grid.work()
-    assert set(started[:2]) == {"t0.1-s0", "t0.1-s1"}
-    assert len(started) == (6 if code == 0 else 5)
-    for seed in (0, 1):
-        order = [name for name in started if name.endswith(str(seed))]
-        assert order == [f"t{target}-s{seed}" for target in (0.1, 0.2, 0.3)][: len(order)]
-    assert failures == {0: [], 1: ["t0.2-s0", "t0.3-s0"], 3: ["t0.3-s0"]}[code]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sets", [(), ("--set", "policy.lora={r: 4}", "--set", "ppo.learning_rate=5e-3")])
-def test_a_chain_of_two_targets(
-    compare_file: Path, tmp_path: Path, tiny_folder: Path, rlhf_kl: Cli, sets: tuple[str, ...]
-) -> None:
-    variants = {f"t{target}": {"kl": {"target": target, "controller": {"coef": "auto"}}} for target in (0.05, 0.02)}
-    file = tmp_path / "chain.yaml"
-    base = str(compare_file.parent / "tiny.yaml")
-    file.write_text(yaml.safe_dump({"base": base, "seeds": [0, 1], "variants": variants}))
-    out = tmp_path / "out"
-    words = ["compare", "--config", str(file), "--chain", "--updates", "6", "--output-dir", str(out), *sets]
-    done = rlhf_kl(*words)
-    assert done.code == 0, done.err
-    first, second = (out / "runs" / name for name in ("t0.02-s0", "t0.05-s0"))
-    before, after = (read_jsonl(folder / "metrics.jsonl") for folder in (first, second))
-    assert after[0]["eval/perplexity"] == pytest.approx(before[-1]["eval/perplexity"], rel=1e-5)
-    assert after[0]["eval/kl_token"] == pytest.approx(before[-1]["eval/kl_token"], rel=1e-3)
-    assert after[0]["eval/reference_perplexity"] == pytest.approx(before[0]["eval/perplexity"], rel=1e-5)
-    assert after[0]["eval/reference_distinct_2"] == before[0]["eval/distinct_2"]
-    assert "eval/reference_perplexity" not in before[0]
-    assert after[0]["kl/coef"] == pytest.approx(before[-2]["kl/coef_next"] * 0.02 / 0.05)
-    if sets:
-        assert json.loads((second / "final" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-            tiny_folder
-        )
-    card = (second / "final" / "README.md").read_text()
-    assert f"{tiny_folder.name}, trained with PPO" in card
-    assert "| starting policy | of t0.02-s0 |" in card
-    assert "`a -> b`: start (the policy of t0.02-s0, not the reference) -> mean of the last 3 updates" in card
-    document = json.loads((out / "compare.json").read_text())
-    mine = document["variants"]["t0.05"]["seeds"]["0"]
-    assert mine["perplexity_cost"] == pytest.approx(after[-1]["eval/perplexity"] / before[0]["eval/perplexity"] - 1)
-    assert document["notes"] == []
-    assert document["recommended"]
-    page = (out / "compare.html").read_text()
-    assert all(title in page for title in ("Score by KL target", "Forgetting", "Distinct word pairs"))
-    assert (out / "targets.png").stat().st_size > 10_000
-    again = rlhf_kl(*words)
-    assert (again.code, again.out) == (0, done.out)
-    assert "4 runs: 4 finished, 0 to train" in again.err
-    read = rlhf_kl("compare", out, "--output-dir", tmp_path / "read", "--json")
-    assert list(json.loads(read.out)["variants"]) == ["t0.02", "t0.05"]
-    evaluated = rlhf_kl("eval", "--run", second, "--samples", "30", "--plugins", "--json")
-    figures = json.loads(evaluated.out)
-    assert figures["responses"] == 30
-    assert figures["perplexity"] == pytest.approx(after[-1]["eval/perplexity"], rel=1e-4)
-    assert figures["reference"]["perplexity"] == pytest.approx(before[0]["eval/perplexity"], rel=1e-4)
 
 
 @pytest.mark.slow

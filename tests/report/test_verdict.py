@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rlhf_kl.report.compare import Comparison, read_comparison
-from rlhf_kl.report.verdict import figures_table, judge, recommend, text_table
+from rlhf_kl.report.sweep import recommend, sweep_of
+from rlhf_kl.report.verdict import figures_table, judge, text_table
 
 Grid = Callable[..., Comparison]
 
@@ -58,39 +59,45 @@ FINE = {"perplexity": (3.1, 3.2, 3.3), "pairs": (0.3, 0.28, 0.26), "gain": (2.0,
         ({"gain": (2.0, 3.0, 3.3)}, 0.2, "no limit was met"),
         ({"gain": (0.2, 3.0, 3.2)}, 0.1, "at 0.2 the score rises 5% as fast"),
         ({"gain": (2.0, 3.0, 2.9), "pairs": (0.3, 0.3, 0.01)}, 0.1, "are 3% of the reference's (limit 15%), the score"),
-        ({"kl": (0.05, 0.1, 0.09)}, 0.1, "0.1 nats per token: at 0.2 the score rises 0%"),  # it was not reached
-        ({"kl": (0.05, 0.1, 0.13)}, 0.1, "0.1 nats per token: at 0.2 the target was missed."),
-        ({"kl": (0.02, 0.1, 0.2)}, 0.2, "no limit was met"),  # only the lowest was
-        ({"perplexity": (9.0, 9.0, 9.0)}, 0.025, "0.025 nats per token: below the lowest that was tried, since at"),
-        ({"gain": (-0.1, 3.0, 4.0)}, 0.025, "below the lowest that was tried, since at 0.05 the score rises 0%"),
+        ({"kl": (0.05, 0.13, 0.2)}, 0.2, "no limit was met"),  # a miss below a held one ends nothing
+        ({"kl": (0.05, 0.1, 0.13)}, 0.1, "0.1 nats per token: the highest that was tried; no limit was met"),
+        ({"kl": (0.02, 0.06, 0.13)}, None, "No target is recommended: no target was held."),
+        ({"perplexity": (9.0, 9.0, 9.0)}, None, "No target is recommended: at 0.05 the held-out perplexity is 3.00"),
+        ({"gain": (-0.1, 3.0, 4.0)}, None, "No target is recommended: at 0.05 the score rises 0%"),
     ],
 )
-def test_the_recommended_target_is_below_the_first_that_meets_a_limit(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], changes: Any, target: float, words: str
+def test_the_recommended_target_is_the_last_held_one_below_a_limit(
+    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], changes: Any, target: float | None, words: str
 ) -> None:
     figures = FINE | changes
     paths = []
     for i, each in enumerate((0.05, 0.1, 0.2)):
-        rows = metrics_rows([figures["kl"][i]] * 20, target=each, gold=False)
-        rows[0] |= {"eval/perplexity": 3.0, "eval/distinct_2": 0.3}  # the reference's
-        for row in rows:
-            row["objective/scores_shaped"] = figures["gain"][i]
-        rows[-1] |= {"eval/perplexity": figures["perplexity"][i], "eval/distinct_2": figures["pairs"][i]}
-        paths.append(write_run(f"t{each}", rows, config={"kl": {"target": each}}, summary=REFERENCE))
+        for seed in (0, 1):
+            rows = metrics_rows([figures["kl"][i]] * 20, target=each, gold=False)
+            rows[0] |= {"eval/perplexity": 3.0, "eval/distinct_2": 0.3}  # the reference's
+            for row in rows:
+                row["objective/scores_shaped"] = figures["gain"][i]
+            rows[-1] |= {"eval/perplexity": figures["perplexity"][i], "eval/distinct_2": figures["pairs"][i]}
+            config = {"kl": {"target": each}, "run": {"seed": seed}}
+            paths.append(write_run(f"t{each}-s{seed}", rows, config=config, summary=REFERENCE))
     comparison = read_comparison(paths[::-1])
     text, command, *_ = judge(comparison)
     assert words in text
-    assert command.endswith(f"t0.05/config.yaml --output-dir OTHER --set kl.target={target:g}")
-    planned = replace(comparison, options={"t0.05": "--config mine.yaml --set ppo.lam=0.9"})
-    assert judge(planned)[1].endswith(f" train --config mine.yaml --set ppo.lam=0.9 --set kl.target={target:g}")
-    recommended = recommend(comparison)
+    recommended = recommend(sweep_of(comparison))
     assert recommended is not None
     assert recommended.target == target
+    if target is not None:
+        assert command.endswith(f"t0.05-s0/config.yaml --output-dir OTHER --set kl.target={target:g}")
+        planned = replace(comparison, options={"t0.05": "--config mine.yaml --set ppo.lam=0.9"})
+        assert judge(planned)[1].endswith(f" train --config mine.yaml --set ppo.lam=0.9 --set kl.target={target:g}")
+    one_seed = judge(read_comparison(paths[::2]))
+    assert one_seed[0].startswith("One seed recommends no target. What it found: ")
+    assert not any("--set kl.target" in line for line in one_seed)
 
 
 def test_no_sweep_has_no_recommendation(grid: Grid) -> None:
     comparison = grid()
-    assert recommend(comparison) is None
+    assert recommend(sweep_of(comparison)) is None
     assert not any("ecommended" in line for line in judge(comparison))
 
 

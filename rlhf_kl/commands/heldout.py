@@ -1,0 +1,162 @@
+"""What `eval` and `scale` measure on held-out texts and prompts, with standard errors. It imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_kl import ui
+from rlhf_kl.build.load import Loader
+from rlhf_kl.build.machine import on_this_machine, run_device
+from rlhf_kl.build.parts import build_prompts, sampling_of
+from rlhf_kl.build.world import with_files, world_file
+from rlhf_kl.commands.stored import Permissions, load_policy, load_run_reference, located
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.load import compute_dtype
+from rlhf_kl.models.perplexity import perplexity_of, safe_exp, text_sums
+from rlhf_kl.models.value import frozen_lm
+from rlhf_kl.monitors import worded
+from rlhf_kl.ppo.evaluate import (
+    NO_SCORERS,
+    CachedSamples,
+    Samples,
+    errors_of,
+    figures_of,
+    policy_samples,
+    standard_error,
+)
+from rlhf_kl.rewards.scorer import Scorers
+from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.types import Prompts
+from rlhf_kl.ui import log
+
+
+@dataclass
+class HeldOut:
+    """Data and models of a run, of a config's start, or of any model (which has no prompts)."""
+
+    config: TrainConfig
+    loader: Loader
+    documents: list[str]
+    rows: Sequence[list[PromptRow]]  # of prompts: to train on, held out
+    scorers: Scorers
+    policy: LM
+    tokenizer: Any
+    reference: LM | None
+    reference_tokenizer: Any
+
+    @classmethod
+    def load(
+        cls,
+        settings: TrainConfig,
+        folder: RunFolder | None,
+        permissions: Permissions,
+        *,
+        texts: str | None = None,
+        column: str | None = None,
+        model: str | None = None,
+        checkpoint: int | None = None,
+        reference: str | None = None,
+        stored: bool = True,
+    ) -> HeldOut:
+        """`settings`, `folder`: as `Permissions.opened` returns them; the other options as those of `eval`."""
+        settings = on_this_machine(settings, stored=stored)
+        loader, dtype = Loader.for_run(settings.run, run_device(settings.run)), compute_dtype(settings.run.dtype)
+        held = settings.eval
+        ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
+        limit = held.max_documents if texts is None else None  # it does not limit a named file
+        text_column = column or held.column
+        documents = loader.texts(world_file(ref, "heldout"), text_column, key, held.split, limit=limit)
+        rows, scorers = list[list[PromptRow]](), NO_SCORERS
+        if model is None:
+            files = with_files(settings, ("data", "eval"))
+            rows, settings = list(loader.prompts(files.data, files.eval)), with_files(settings)
+            for_scores, for_gold = permissions.refused(settings) if folder is not None else ([], [])
+            if for_scores or for_gold:
+                names = " and ".join(name for name, refs in (("scores", for_scores), ("gold", for_gold)) if refs)
+                code = ", ".join(dict.fromkeys(for_scores + for_gold))
+                log.warning(f"{names} left out: they need code that the run names ({code}): --plugins runs it")
+            scorers = loader.scorers(settings.reward, reward=not for_scores, gold=not for_gold)
+        loaded, tokenizer = load_policy(loader, settings, folder, model, checkpoint)
+        policy, other, other_tokenizer = frozen_lm(loaded, dtype, loader.device), None, None
+        if model is None or reference is not None:
+            beside = load_run_reference(loader, settings, reference)
+            other, other_tokenizer = frozen_lm(beside.model, dtype, loader.device), beside.tokenizer
+        return cls(settings, loader, documents, rows, scorers, policy, tokenizer, other, other_tokenizer)
+
+    @property
+    def sampling(self) -> Any:
+        return sampling_of(self.config, self.policy.model, self.tokenizer)
+
+    def perplexity(self, name: str) -> dict[str, Any]:
+        """Perplexity of the "policy" or the "reference", by the keys of `eval --json`."""
+        lm, tokenizer = self.policy, self.tokenizer
+        if name == "reference" and self.reference is not None:
+            lm, tokenizer = self.reference, self.reference_tokenizer
+        with ui.progress(f"reading {len(self.documents)} documents: {name}") as advance:
+            sums = text_sums(lm, tokenizer, self.documents, advance=advance)
+        nats, tokens = zip(*sums.each, strict=True)
+        errors = {
+            "perplexity": standard_error(nats, tokens, of=safe_exp),
+            "nats_per_token": standard_error(nats, tokens),
+        }
+        return asdict(perplexity_of([sums])) | {"standard_errors": errors}
+
+    def prompts(self, samples: int | None) -> tuple[Prompts, int]:
+        """The prompts of `samples` responses (None: one to each held-out prompt), and how many different ones.
+
+        Some prompts are answered more than once where there are fewer of them.
+        """
+        _, kept = build_prompts(self.config, self.rows, self.policy.model, self.tokenizer)
+        several = samples or max(len(kept), self.config.rollout.batch_size)
+        self.scorers.begin(self.config.updates + 1, self.config.updates)
+        return PromptStream(kept, several, self.config.run.seed).batch(1), len(kept)
+
+    def sampled(
+        self, prompts: Prompts, name: str, cached: CachedSamples | None = None
+    ) -> tuple[dict[str, Any], Samples, Samples]:
+        """Figures of the policy on the prompts by the keys of `eval --json`, its samples and those of the reference.
+
+        `cached`: as in `policy_samples`; if it holds the reference's samples, these are not scored again.
+        """
+        assert self.reference is not None
+        again = bool(cached)
+        with ui.progress(f"sampling {len(prompts)} responses: {name}", 2 * len(prompts)) as advance:
+            own, other = policy_samples(
+                self.policy,
+                self.reference,
+                prompts,
+                range(len(prompts)),
+                self.config.run.seed,
+                self.sampling,
+                self.tokenizer,
+                self.scorers,
+                batch_size=self.config.rollout.batch_size,
+                advance=advance,
+                cached=cached,
+                shown=0 if again else len(prompts),
+            )
+        facts: dict[str, Any] = {}
+        figures = figures_of(own, other, facts)
+        for alert in worded(facts):
+            log.warning(alert)
+        if unscored := figures.pop("unscored"):
+            log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
+        forgetting = {"forward_kl_token": errors_of(other)["kl_token"]}
+        return figures | {"standard_errors": errors_of(own) | forgetting}, own, other
+
+
+def of_reference(own: Samples, other: Samples) -> dict[str, Any]:
+    """The figures of the reference beside those of a policy."""
+    names = ("scores", "gold", "length", "eos_rate", "distinct_2")
+    figures, errors = figures_of(other, own, {}), errors_of(other)
+    return {name: figures[name] for name in names} | {"standard_errors": {name: errors[name] for name in names}}
+
+
+def joined(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Figures of one model from two measurements, with the standard errors of both."""
+    return a | b | {"standard_errors": a["standard_errors"] | b["standard_errors"]}

@@ -1,0 +1,215 @@
+"""`rlhf-kl scale`: one finished run at other KL targets, without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf_kl import ui
+from rlhf_kl.commands.options import Json, Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.errors import InputError
+from rlhf_kl.text import stdout_width
+from rlhf_kl.ui import log
+
+if TYPE_CHECKING:
+    from rlhf_kl.commands.heldout import HeldOut
+    from rlhf_kl.ppo.evaluate import Samples
+
+STEPS = (0.25, 0.5, 1.0, 1.5, 2.0)  # default targets, over the run's
+FARTHEST = 1.5  # times what training has added: beyond it nothing was measured
+SAME = 0.02  # a scale so near to one that was measured is not measured again
+CLOSE = 0.05  # of the target: no further try
+TRIES = 3
+
+
+def scale(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A finished run; default: the newest.")] = None,
+    targets: Annotated[
+        str | None, typer.Option(metavar="X,Y,...", help="KL targets in the run's unit; default: around the run's.")
+    ] = None,
+    samples: Annotated[int, typer.Option(metavar="N", min=8, help="Held-out responses at each target.")] = 256,
+    save: Annotated[
+        float | None, typer.Option(metavar="TARGET", help="Write the policy at this target: RUN/scaled-TARGET.")
+    ] = None,
+    as_json: Json = False,
+    plugins: Plugins = False,
+    trust_remote_code: RemoteCode = False,
+    allow_pickle: Pickle = False,
+    quiet: Quiet = False,
+) -> None:
+    """Which target? One finished run at lower and higher KL: score, perplexity and texts, without training.
+
+    It scales what training has added to the reference's weights: the KL goes with the square of the scale.
+    """
+    from rlhf_kl.commands.stored import Permissions
+
+    asked = sorted({*_numbers(targets), *([save] if save is not None else [])})
+    if save is not None and not 0 < save < math.inf:
+        raise InputError(f"--save {save:g}: a KL target is above 0")
+    config, folder = Permissions(plugins, trust_remote_code, allow_pickle).opened(run, None, None)
+    assert folder is not None
+    if not folder.final.is_dir():
+        raise InputError(f"{folder.path}: has not ended, so there is no final/ to scale")
+    ui.start(quiet)
+    with ui.waiting("loading torch"):
+        from rlhf_kl.commands.heldout import HeldOut
+        from rlhf_kl.commands.report import write_scaled
+        from rlhf_kl.kl_controllers import adjusts
+
+    held = HeldOut.load(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
+    table = Scaled(held, samples)
+    goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
+    wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
+    for target in sorted(wanted, key=lambda one: abs(math.log(one / table.rows[1.0]["kl"]))):  # each helps the next
+        table.reach(target)
+    document = table.to_json()
+    text = write_scaled(document, folder, config, stdout_width())
+    if save is not None:
+        log.info(f"{table.save(save, folder.path / f'scaled-{save:g}')} holds the policy at a KL of about {save:g}")
+    if as_json:
+        from rlhf_kl.run.log import encode_json
+
+        print(encode_json(document, indent=2).decode())
+    else:
+        print(text)
+
+
+def _numbers(text: str | None) -> list[float]:
+    """Those of `--targets`. Errors: InputError."""
+    try:
+        values = [float(word) for word in text.split(",")] if text is not None else []
+    except ValueError:
+        values = [math.nan]
+    if not all(0 < value < math.inf for value in values):
+        raise InputError(
+            f"--targets {text}: must be KL targets above 0 with commas between them, such as 0.02,0.05,0.1"
+        )
+    return values
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+class Scaled:
+    """theta_ref + s (theta - theta_ref) for several s, each measured on its own samples.
+
+    Near the reference the KL is quadratic in the way from it. (Interpolation towards the start: Rame et al. 2024,
+    WARP, 2406.16768, section 3.)
+    """
+
+    def __init__(self, held: HeldOut, samples: int) -> None:
+        """Measures the policy as it was trained. Errors: InputError if policy and reference are different models."""
+        import torch
+
+        self.held, self.unit = held, held.config.kl.unit
+        assert held.reference is not None
+        own, there = (dict(lm.module.named_parameters()) for lm in (held.policy, held.reference))
+        other = next((name for name, p in own.items() if name not in there or there[name].shape != p.shape), None)
+        if other is not None:
+            raise InputError(f"the policy is no scaled reference: the reference has no {other} of its size")
+        with torch.no_grad():
+            self.way = [(p, there[name], p - there[name]) for name, p in own.items()]
+        self.prompts, _ = held.prompts(samples)
+        self.cached: Any = {}
+        self.reference: dict[str, Any] = {}
+        self.rows: dict[float, dict[str, Any]] = {}  # by scale
+        self.too_far: list[float] = []
+        self.measure(1.0)
+        if not self.rows[1.0]["kl"] > 0:
+            raise InputError("the policy is its reference: there is nothing to scale")
+
+    def place(self, share: float) -> None:
+        import torch
+
+        with torch.no_grad():
+            for p, reference, added in self.way:
+                torch.add(reference, added, alpha=share, out=p)
+
+    def measure(self, share: float) -> None:
+        """Add the row of a scale, which is no target's yet."""
+        from rlhf_kl.commands.heldout import joined, of_reference
+
+        self.place(share)
+        name = f"scale {share:.3g}"
+        figures = self.held.perplexity(name)
+        found, own, other = self.held.sampled(self.prompts, name, self.cached)
+        figures = joined(figures, found)
+        if not self.reference:
+            self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))
+        kl = figures[f"kl_{self.unit}"]
+        texts = _median_texts(self.prompts.texts, own)
+        self.rows[share] = {"target": None, "scale": share, "kl": kl, **figures, "texts": texts}
+
+    def reach(self, target: float) -> None:
+        """Add the row of a target: at the scale where the KL should be, and once more if it is not."""
+        for again in range(TRIES):
+            share = self.share_of(target)
+            if share > FARTHEST:
+                self.too_far.append(target)
+                return
+            if not any(abs(one - share) < SAME * share for one in self.rows):
+                self.measure(share)
+            nearest = min(self.rows.values(), key=lambda row: abs(math.log(target / row["kl"])))
+            if abs(nearest["kl"] / target - 1) < CLOSE or again == TRIES - 1:
+                nearest["target"] = target
+                return
+
+    def share_of(self, target: float) -> float:
+        """Where the KL should have this value, by the power law through the two nearest scales; of one, the square."""
+        points = sorted((abs(math.log(target / row["kl"])), share, row["kl"]) for share, row in self.rows.items())
+        power, (_, share, kl) = 2.0, points[0]
+        if len(points) > 1:
+            _, other, further = points[1]
+            power = min(max(math.log(further / kl) / math.log(other / share), 0.5), 3.0)
+        return float(share * (target / kl) ** (1 / power))
+
+    def to_json(self) -> dict[str, Any]:
+        """scale.json: rows by KL, the reference's figures, and targets that are too far away."""
+        self.rows[1.0]["target"] = self.rows[1.0]["target"] or _rounded(self.rows[1.0]["kl"])
+        rows = sorted((row for row in self.rows.values() if row["target"]), key=lambda row: row["scale"])
+        return {
+            "unit": self.unit,
+            "samples": len(self.prompts),
+            "rows": rows,
+            "reference": self.reference,
+            "too_far": self.too_far,
+        }
+
+    def save(self, target: float, place: Path) -> Path:
+        """Write the policy of a target as an ordinary model folder with its card."""
+        from rlhf_kl.commands.final import scaled_card
+        from rlhf_kl.models.load import save_generation, save_model
+        from rlhf_kl.run.folder import write_folder
+
+        row = next((row for row in self.rows.values() if row["target"] == target), None)
+        if row is None:
+            raise InputError(
+                f"--save {target:g}: is beyond {FARTHEST} times what training has added: train a run there"
+            )
+        self.place(row["scale"])
+        held = self.held
+        save_generation(held.policy.model, held.sampling)
+        card = scaled_card(held.config, row, self.reference)
+
+        def write(folder: Path) -> None:
+            save_model(held.policy.model, held.tokenizer, folder)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+
+        write_folder(place, write)
+        return place
+
+
+def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
+    """Two responses of median score, to two prompts; without scores the first two."""
+    ranked = sorted((score, i) for i, score in enumerate(own.scores) if not math.isnan(score))
+    order = [i for _, i in ranked[(len(ranked) - 1) // 2 :]] if ranked else list(range(len(own.texts)))
+    chosen = order[:1] + [i for i in order[1:] if prompts[i] != prompts[order[0]]][:1]
+    return [
+        {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i]} | ({"score": own.scores[i]} if ranked else {})
+        for i in chosen
+    ]

@@ -1,0 +1,168 @@
+"""Which KL target? Score and cost at several targets, of trained runs or of one scaled policy, and a rule for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, NamedTuple
+
+from rlhf_kl.program import shell_command
+from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.run import mean
+from rlhf_kl.text import with_error
+
+# The limits of a recommended target, chosen on eight seeds of the built-in world, where the true score is known.
+PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
+PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
+GAIN = 0.15  # slope of the score over sqrt(KL), over its steepest: less, and the score is nearly at its top
+
+Figure = tuple[float | None, float | None]  # a mean, and its error or spread
+FIGURES = ("kl", "kl_sequence", "scores", "gold", "perplexity", "forgetting", "distinct_2")
+
+
+class SweepPoint(NamedTuple):
+    """A policy that was trained or scaled to a target."""
+
+    target: float  # nats in the sweep's unit
+    figures: Mapping[str, Figure]  # those of `FIGURES`; kl in the sweep's unit
+    gain: float | None  # of the score that was trained on, over the reference's
+    held: bool = True
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Policies by their KL target, from low to high."""
+
+    unit: str
+    points: Sequence[SweepPoint]
+    reference: Mapping[str, float | None]  # perplexity and distinct_2 of the reference
+    note: str  # for captions: where the figures come from
+
+
+class Recommendation(NamedTuple):
+    """The KL target that a rule without gold recommends, nats, and why; None = none of the sweep's."""
+
+    target: float | None
+    reason: str
+
+
+def recommend(sweep: Sweep | None) -> Recommendation | None:
+    """The highest held target below the first held one that meets a limit; None without a sweep.
+
+    It reads what every run has: score, held-out perplexity, distinct word pairs and KL.
+    """
+    before, steepest, below, cost = (0.0, 0.0), 0.0, None, None
+    for point in sweep.points if sweep else ():
+        if not point.held:
+            continue
+        values = {name: value for name, (value, _) in point.figures.items()}
+        cost, pairs = (_over(values[name], sweep.reference[name]) for name in ("perplexity", "distinct_2") if sweep)
+        met = []
+        if cost is not None and cost > PERPLEXITY:
+            met.append(f"the held-out perplexity is {cost:.2f} times the reference's (limit {PERPLEXITY:g})")
+        if pairs is not None and pairs < PAIRS:
+            met.append(f"distinct word pairs are {pairs:.0%} of the reference's (limit {PAIRS:.0%})")
+        kl = values["kl_sequence"]
+        if kl is not None and point.gain is not None:
+            root = sqrt(max(0.0, kl))
+            slope = (point.gain - before[1]) / (root - before[0]) if root > before[0] else 0.0
+            steepest = max(steepest, slope)
+            if slope <= GAIN * steepest:
+                share = slope / steepest if steepest > 0 else 0.0
+                met.append(f"the score rises {share:.0%} as fast with √KL as at its steepest (limit {GAIN:.0%})")
+            before = root, point.gain
+        if met:
+            return Recommendation(below, f"at {point.target:g} {', '.join(met)}")
+        below = point.target
+    if below is None:
+        return Recommendation(None, "no target was held") if sweep and sweep.points else None
+    paid = "" if cost is None else f" (perplexity is {cost:.2f} times the reference's)"
+    reason = f"the highest that was tried; no limit was met{paid}: try higher if its texts are good"
+    return Recommendation(below, reason)
+
+
+def _over(value: float | None, reference: float | None) -> float | None:
+    return value / reference if value is not None and reference else None
+
+
+def sweep_of(comparison: Comparison) -> Sweep | None:
+    """The sweep of targets in a comparison, means over seeds; None for fewer than three targets."""
+    variants = comparison.by_target
+    if not variants:
+        return None
+    points = [
+        SweepPoint(
+            v.target,
+            {name: (v.mean(name), v.sd(name)) for name in FIGURES},
+            v.mean("score_gain"),
+            2 * (v.verdicts["held"] + v.verdicts["late"]) > len(v.runs),
+        )
+        for v in variants
+    ]
+    runs = [run for v in variants for run in v.runs.values()]
+    reference = {name: mean(run.reference(f"eval/{name}") for run in runs) for name in ("perplexity", "distinct_2")}
+    several = len(comparison.seeds) > 1
+    note = "Last ten updates. " + ("Means over seeds with one standard deviation." if several else "One seed.")
+    return Sweep(comparison.unit, points, reference, note)
+
+
+def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
+    """The sweep of scale.json."""
+    names = {"forgetting": "forward_kl_token"}  # keys that differ from those of `FIGURES`
+    reference = document["reference"]
+
+    def point(row: Mapping[str, Any]) -> SweepPoint:
+        errors = row["standard_errors"] | {"kl": row["standard_errors"][f"kl_{document['unit']}"]}
+        keys = {name: names.get(name, name) for name in FIGURES}
+        known = row["scores"] is not None and reference["scores"] is not None
+        gain = row["scores"] - reference["scores"] if known else None
+        return SweepPoint(row["target"], {name: (row[key], errors[key]) for name, key in keys.items()}, gain)
+
+    note = f"{document['samples']} held-out responses at each target, with one standard error. Scale 1 was trained."
+    points = [point(row) for row in document["rows"]]
+    return Sweep(document["unit"], points, {name: reference[name] for name in ("perplexity", "distinct_2")}, note)
+
+
+def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
+    """What scale.json tells, in a few sentences; `run`: the run's folder as a word of a command line."""
+    advice = recommend(sweep_of_scaled(document))
+    assert advice is not None
+    lines = []
+    if advice.target is None:
+        lines.append(f"Suggested target: lower than these: {advice.reason}.")
+    else:
+        target, program = f"{advice.target:g}", shell_command()
+        lines.append(f"Suggested target: {target} nats per {document['unit']}: {advice.reason}.")
+        lines.append(
+            f"Read the texts first. Write this policy: {program} scale {run} --save {target}. Train a run there, which "
+            f"may score a little higher: {program} train --config {run}/config.yaml --output-dir OTHER --set "
+            f"kl.target={target}"
+        )
+    if beyond := [f"{row['target']:g}" for row in document["rows"] if row["scale"] > 1]:
+        lines.append(f"Only scale 1 was trained. Beyond it (target {', '.join(beyond)}) the curve is extrapolated.")
+    if document["too_far"]:
+        far = ", ".join(f"{target:g}" for target in document["too_far"])
+        lines.append(f"Too far for this run, so not measured: {far}. Train a run with a higher target.")
+    return lines
+
+
+def scale_table(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Names of columns, and a row for the reference and for each target: figures with standard errors."""
+    keys = {"kl": f"KL/{document['unit']}", "scores": "score", "gold": "true score", "perplexity": "perplexity"}
+    keys |= {"forward_kl_token": "forgetting", "distinct_2": "word pairs"}
+    rows = [document["reference"] | {"kl": 0.0, "target": None, "scale": 0.0}, *document["rows"]]
+    keys = {key: name for key, name in keys.items() if rows[-1].get(key) is not None}
+
+    def shown(row: Mapping[str, Any], key: str) -> str:
+        return with_error(row.get(key), row["standard_errors"].get(f"kl_{document['unit']}" if key == "kl" else key))
+
+    body = [
+        [
+            "reference" if row["target"] is None else f"{row['target']:g}",
+            f"{row['scale']:.2f}",
+            *(shown(row, key) for key in keys),
+        ]
+        for row in rows
+    ]
+    return ["target", "scale", *keys.values()], body

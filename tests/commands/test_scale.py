@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Any]) -> Path:
+    """A finished run of an adapter, far enough from its reference to be scaled."""
+    folder = tmp_path_factory.mktemp("scale") / "tiny"
+    train(folder, "policy.lora={r: 4}", "ppo.learning_rate=5e-3", "kl.ceiling=null")
+    return folder
+
+
+def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> None:
+    full = json.loads(rlhf_kl("eval", "--run", run, "--samples", "64", "--json").out)
+    kl = full["kl_token"]
+    targets = [round(share * kl, 5) for share in (0.25, 0.5, 1.4, 9.0)]
+    words = ("scale", run, "--samples", "64", "--targets", ",".join(map(str, targets)))
+    done = rlhf_kl(*words, "--json", "--save", targets[0])
+    assert done.code == 0, done.err
+    document = json.loads(done.out)
+    assert document == json.loads((run / "scale.json").read_text())
+    low, half, trained, high = document["rows"]
+    for row, target in ((low, targets[0]), (half, targets[1]), (high, targets[2])):
+        assert row["target"] == target
+        assert row["kl"] == pytest.approx(target, rel=0.1)
+        assert len(row["texts"]) == 2
+    assert trained["scale"] == 1.0
+    assert trained["kl"] == pytest.approx(kl, rel=1e-4)  # as `eval` measures it, on the same prompts
+    assert trained["perplexity"] == pytest.approx(full["perplexity"], rel=1e-5)
+    assert document["reference"]["perplexity"] == pytest.approx(full["reference"]["perplexity"], rel=1e-5)
+    assert 0.3 < low["scale"] < half["scale"] < 1 < high["scale"] < 1.5
+    assert document["too_far"] == [targets[3]]
+    texts = sorted(row["score"] for row in low["texts"])
+    assert texts[0] <= low["scores"] + 3 * 64**0.5 * low["standard_errors"]["scores"]
+    # What was saved is on the line between the reference and the merged policy, and is an ordinary model.
+    saved, start = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (run / f"scaled-{targets[0]:g}", tiny_folder)
+    )
+    moved = {name: (saved[name] - start[name]).norm().item() for name in start}
+    assert max(moved.values()) > 0
+    assert min(moved.values()) == 0  # an adapter leaves most weights alone
+    card = (run / f"scaled-{targets[0]:g}" / "README.md").read_text()
+    assert f"| scale | {low['scale']:.4g} of what training added" in card
+    page = (run / "scale.html").read_text()
+    assert all(title in page for title in ("Score by KL target", "Two responses of median score"))
+    assert (run / "scale.png").stat().st_size > 10_000
+
+
+def test_what_cannot_be_scaled(run: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
+    cases = {
+        ("--targets", "0.1,x"): "--targets 0.1,x: must be KL targets above 0 with commas between them",
+        ("--targets", "0"): "--targets 0: must be KL targets above 0",
+        ("--save", "-1"): "--save -1: a KL target is above 0",
+    }
+    for words, message in cases.items():
+        done = rlhf_kl("scale", run, *words)
+        assert (done.code, done.out) == (2, "")
+        assert message in done.err
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "final")
+    done = rlhf_kl("scale", tmp_path / "run")
+    assert done.code == 2
+    assert "has not ended" in done.err
