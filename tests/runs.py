@@ -15,6 +15,10 @@ Cli = Callable[..., Any]  # `rlhf_kl("train", ...)` -> exit code, stdout, stderr
 Train = Callable[..., dict[str, Any]]  # `train(folder, "kl.target=0.2")` -> summary
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL; real ones are in tests/processes/test_kills.py and scripts/crash_test.py."""
+
+
 def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Without what depends on the clock and the machine."""
     return [
