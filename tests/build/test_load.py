@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from rlhf_kl.config.schema.train import EvalSection, PromptsSection
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompts, Responses
+from tests.runs import jsonl
 
 if TYPE_CHECKING:
     from rlhf_kl.build.world import World
@@ -26,11 +26,6 @@ HELD = EvalSection(texts="t.txt")
 @pytest.fixture
 def loader() -> Loader:
     return Loader()
-
-
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: World) -> None:
