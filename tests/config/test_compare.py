@@ -54,11 +54,16 @@ def test_every_variant_with_every_seed_pairs_first(write: Callable[..., Path], t
         ({"variants": {"a": {"extends": "x"}}}, "variants.a.extends: all variants start from `base`"),
         ({"variants": {"a": {"kl": {"tarmet": 1}}}}, "variants.a: kl.tarmet: unknown key; did you mean kl.target?"),
         ({"variants": {"a": {}, "b": None}}, "variants: a and b are the same run"),
+        ({}, "--chain: needs two variants or more that hold a KL target"),
+        (
+            {"variants": {"a": {}, "b": {"kl": {"target": 0.4}, "ppo": {"lam": 0.9}}}},
+            "--chain: variants.a and b must differ in kl.target only: ppo.lam: 0.95 -> 0.9",
+        ),
     ],
 )
 def test_each_mistake_is_one_line(write: Callable[..., Path], keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError) as caught:
-        load_compare(write(**keys))
+        load_compare(write(**keys), chain="--chain" in expected)
     [line] = caught.value.problems
     assert expected in line
 
@@ -119,19 +124,3 @@ def test_a_chain_keeps_a_reference_of_its_own_and_trains_its_adapter_on(write: C
     assert (first.reference.model, second.reference.model) == ("builtin:reviews-small", "builtin:reviews-small")
     assert first.policy.lora is not None
     assert second.policy.lora is None  # `final` holds the adapter, which is trained further
-
-
-@pytest.mark.parametrize(
-    ("variants", "expected"),
-    [
-        (VARIANTS, "--chain: needs two variants or more that hold a KL target"),
-        (
-            {"a": {}, "b": {"kl": {"target": 0.4}, "ppo": {"lam": 0.9}}},
-            "--chain: variants.a and b must differ in kl.target only: ppo.lam: 0.95 -> 0.9",
-        ),
-    ],
-)
-def test_what_is_no_chain(write: Callable[..., Path], variants: dict[str, Any], expected: str) -> None:
-    with pytest.raises(InputError) as caught:
-        load_compare(write(variants=variants), chain=True)
-    assert caught.value.problems == [expected]

@@ -293,12 +293,6 @@ def test_paths_are_tried_from_the_file_then_from_here_and_stored_absolute(write:
     assert load_config("train", here / "x.yaml", ["data.prompts=both.txt"]).data.prompts == str(here / "both.txt")
 
 
-def test_a_plugin_that_has_gone_is_read_from_its_copy_beside_the_runs_config(write: Write, here: Path) -> None:
-    write("run/mine.py", "class Law: ...\n")
-    config = write("run/config.yaml", f"kl: {{controller: {{kind: '{here}/gone/mine.py:Law'}}}}\n")
-    assert load_config("train", config).kl.controller.kind == f"{here}/run/mine.py:Law"
-
-
 def test_the_run_folder_is_absolute_and_follows_the_name(write: Write, here: Path) -> None:
     assert load_config("train", write("mine.yaml")).run.output_dir == str(here / "runs/mine")
     assert load_config("train", write(), ["run.name=other"]).run.output_dir == str(here / "runs/other")
