@@ -13,6 +13,8 @@ from rlhf_kl.run.log import read_jsonl
 
 Cli = Callable[..., Any]  # `rlhf_kl("train", ...)` -> exit code, stdout, stderr
 Train = Callable[..., dict[str, Any]]  # `train(folder, "kl.target=0.2")` -> summary
+Write = Callable[..., Path]  # `write_run("name", rows)` -> folder
+Rows = Callable[..., list[dict[str, Any]]]  # `metrics_rows([0.0, 0.1, ...])`
 
 
 class Killed(BaseException):

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from rlhf_kl.commands import guide
 from rlhf_kl.commands.options import read_config
 from rlhf_kl.config.load import load_config
-from tests.runs import Cli, sets
+from tests.runs import Cli, Rows, Write, sets
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +106,7 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
 
 
 def test_the_newest_run_of_the_working_directory(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], here: Path, rlhf_kl: Cli
+    write_run: Write, metrics_rows: Rows, here: Path, rlhf_kl: Cli
 ) -> None:
     for name in ("old", "new"):
         write_run(name, metrics_rows([0.1] * 4))
@@ -126,7 +125,7 @@ def test_the_newest_run_of_the_working_directory(
 
 
 def test_watch_follows_a_run_to_its_end(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
+    write_run: Write, metrics_rows: Rows, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run("running", metrics_rows([0.1] * 4), config={"ppo": {"total_episodes": 256}})
 
