@@ -12,13 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.build import machine
-from rlhf_kl.build.machine import (
-    bfloat16_slowdown,
-    group_size,
-    on_this_machine,
-    pick_device,
-    run_device,
-)
+from rlhf_kl.build.machine import bfloat16_slowdown, group_size, on_this_machine, pick_device, run_device
 from rlhf_kl.build.parts import shard_models
 from rlhf_kl.commands.findings import check_dtype
 from rlhf_kl.commands.train import train_command
@@ -76,13 +70,7 @@ def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_the_type_of_a_machine(
-    written: str,
-    machine: str,
-    read: bool,
-    dtype: str,
-    told: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    written: str, machine: str, read: bool, dtype: str, told: str | None, monkeypatch: Any, caplog: Any
 ) -> None:
     def computes_in_it(including_emulation: bool = True) -> bool:
         return including_emulation or machine == "gpu"
@@ -104,14 +92,17 @@ LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """launched("RANK=1 ..."): an environment with these variables of launchers, and no others."""
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """launched("RANK=1 ...", gpus=2): these variables of launchers and no others, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
 
-    def change(variables: str) -> None:
+    def change(variables: str, gpus: int = 0) -> None:
         for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
             monkeypatch.delenv(name)
         for variable in variables.split():
             monkeypatch.setenv(*variable.split("="))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
     return change
 
@@ -134,7 +125,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ("PMI_SIZE=2", None),
     ],
 )
-def test_the_size_of_a_group(variables: str, size: int | None, launched: Callable[[str], None]) -> None:
+def test_the_size_of_a_group(variables: str, size: int | None, launched: Callable[..., None]) -> None:
     launched(variables)
     if size is not None:
         assert group_size() == size
@@ -151,15 +142,9 @@ def test_the_size_of_a_group(variables: str, size: int | None, launched: Callabl
     ],
 )
 def test_every_command_refuses_such_copies(
-    line: str,
-    launched: Callable[[str], None],
-    rlhf_kl: Cli,
-    tmp_path: Path,
-    tiny_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, launched: Callable[..., None], rlhf_kl: Cli, tmp_path: Path, tiny_folder: Path
 ) -> None:
     launched("OMPI_COMM_WORLD_SIZE=2")
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.txt").write_text("ab\n")
     (tmp_path / "tiny").symlink_to(tiny_folder)
     outcome = rlhf_kl(*line.split(), "--quiet")
@@ -183,12 +168,10 @@ def test_every_command_refuses_such_copies(
     ],
 )
 def test_the_gpu_of_one_of_several_processes(
-    variables: str, visible: int, device: str, launched: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    variables: str, visible: int, device: str, launched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched(f"WORLD_SIZE=4 {variables}")
+    launched(f"WORLD_SIZE=4 {variables}", gpus=visible)
     made_current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     section = RunSection(device="cuda")
     if device.startswith("cuda:"):
@@ -207,55 +190,43 @@ def test_the_gpu_of_one_of_several_processes(
     ],
 )
 def test_a_process_of_a_group_that_cannot_begin_says_so_itself(
-    variables: str,
-    words: str,
-    launched: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    rlhf_kl: Cli,
-    tmp_path: Path,
+    variables: str, words: str, launched: Callable[..., None], rlhf_kl: Cli
 ) -> None:
-    launched(variables)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    outcome = rlhf_kl("train", "smoke", "--output-dir", tmp_path / "run", *sets("run.device=cuda"), "--quiet")
+    launched(variables, gpus=2)
+    outcome = rlhf_kl("train", "smoke", *sets("run.device=cuda"), "--quiet")
     assert outcome.code == 2
     assert outcome.err.startswith(f"error: {words}")
 
 
+def on_cpu(folder: Path, dtype: str) -> TrainConfig:
+    return TrainConfig.model_validate({"run": {"output_dir": str(folder), "device": "cpu", "dtype": dtype}})
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype", "told"),
-    [("fp16", "float32", True), ("bf16", "float32", True), ("bf16", "bfloat16", False), ("no", "bfloat16", False)],
+    [("fp16", "float32", 1), ("bf16", "float32", 1), ("bf16", "bfloat16", 0), ("no", "bfloat16", 0)],
 )
 def test_accelerates_precision_is_told_to_have_no_effect(
-    precision: str,
-    dtype: str,
-    told: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    precision: str, dtype: str, told: int, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    run = {"output_dir": str(tmp_path / "run"), "device": "cpu", "dtype": dtype}
-    config = TrainConfig.model_validate({"run": run})
     monkeypatch.setattr(machine, "bfloat16_slowdown", lambda section: 1.0)
-    train_command(lambda *_: {}, config, resume=False, overwrite=False)
+    train_command(lambda *_: {}, on_cpu(tmp_path / "run", dtype), resume=False, overwrite=False)
     line = f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({dtype})"
     assert caplog.messages == [line] * told
 
 
 @pytest.mark.parametrize(("delay", "level"), [(0.02, "doubtful"), (0.0, "fine")])
 def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
-    delay: float, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    delay: float, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
     def product(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         time.sleep(0.001 if x.dtype == torch.float32 else 0.001 + delay)
         return x
 
     monkeypatch.setattr(torch, "mm", product)
-    run = {"output_dir": str(tmp_path / "run"), "device": "cpu", "dtype": "bfloat16"}
-    config = TrainConfig.model_validate({"run": run})
-    slowdown = bfloat16_slowdown(config.run)
-    assert (slowdown > 5) == (delay > 0)
+    config = on_cpu(tmp_path / "run", "bfloat16")
+    assert (bfloat16_slowdown(config.run) > 5) == (delay > 0)
     assert bfloat16_slowdown(config.run.model_copy(update={"dtype": "float32"})) == 1.0
     finding = check_dtype(config, torch.device("cpu"))
     assert finding.level == level
@@ -263,9 +234,6 @@ def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
     train_command(lambda *_: {}, config, resume=False, overwrite=False)
     told = [line for line in caplog.messages if line.startswith("run.dtype: products in bfloat16 take ")]
     assert len(told) == (delay > 0)
-
-
-# ---- shards
 
 
 def shard(policy: Any, reference: Any) -> None:

@@ -50,9 +50,6 @@ def test_the_process_exits_with_the_code_and_a_reader_that_goes_away_is_no_error
     assert done.stderr == ""
 
 
-# ---- config ----
-
-
 def test_validate_and_show(rlhf_kl: Cli, here: Path) -> None:
     assert rlhf_kl("config", "validate", "sft_reviews.yaml") == (0, "sft_reviews.yaml: ok\n", "")
     code, out, err = rlhf_kl("config", "validate", "smoke", "--json", "--set", "kl.target=0", "--set", "a=1")
@@ -79,9 +76,6 @@ def test_updates_are_whole_batches(rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
     assert (trained[0].updates, trained[0].ppo.total_episodes) == (7, 7 * 32)
 
 
-# ---- guide ----
-
-
 @pytest.mark.parametrize("page", guide.PAGES)
 def test_no_word_is_cut_in_80_columns(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -100,9 +94,6 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     assert rlhf_kl("guide", "Coming-From.md").out.startswith("# Coming from")
     assert rlhf_kl("guide", "reward").out == rlhf_kl("guide", "rewards_and_controllers").out
     assert "guide: no page 'm': models_and_data or metrics or measurements?" in rlhf_kl("guide", "m").err
-
-
-# ---- report ----
 
 
 def test_the_newest_run_of_the_working_directory(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlhf_kl.run.log import read_jsonl
-from tests.runs import Cli, rows
+from tests.runs import Cli
 
 if TYPE_CHECKING:
     from rlhf_kl.build.world import World
@@ -22,9 +22,6 @@ def smoke(tmp_path_factory: pytest.TempPathFactory, small_world: World, rlhf_kl:
     """The shipped smoke run on the small world: its folder, and what the command said."""
     folder = tmp_path_factory.mktemp("smoke") / "run"
     return folder, rlhf_kl("train", "--config", "smoke.yaml", "--output-dir", folder)
-
-
-# ---- a whole run ----
 
 
 def test_the_run_folder(smoke: tuple[Path, Any]) -> None:
@@ -87,26 +84,11 @@ def test_the_final_model_is_one_of_plain_transformers(smoke: tuple[Path, Any], s
     assert model.generate(**inputs, max_new_tokens=3, do_sample=True).shape[1] > inputs["input_ids"].shape[1]
 
 
-def test_the_resolved_config_repeats_the_run(smoke: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path) -> None:
-    folder, _ = smoke
-    again = tmp_path / "again"
-    assert rlhf_kl("train", "--config", folder / "config.yaml", "--output-dir", again, "--quiet").code == 0
-    assert rows(again) == rows(folder)
-
-
-# ---- a folder that holds a run ----
-
-
-def test_a_second_run_is_refused_and_a_finished_one_prints_its_summary(
+def test_a_finished_run_prints_its_summary_and_next_steps_that_name_where_it_is_now(
     smoke: tuple[Path, Any], rlhf_kl: Cli, tmp_path: Path
 ) -> None:
-    """Next steps name the folder where the run is now."""
     folder = Path(shutil.copytree(smoke[0], tmp_path / "moved here"))
     before = (folder / "metrics.jsonl").read_bytes()
-    outcome = rlhf_kl("train", "--config", "smoke.yaml", "--output-dir", folder)
-    assert (outcome.code, outcome.err.count("error: ")) == (2, 1)
-    assert "--resume" in outcome.err
-    assert "--overwrite" in outcome.err
     outcome = rlhf_kl("train", "--config", "smoke.yaml", "--output-dir", folder, "--resume")
     assert outcome.code == 0
     assert "finished" in outcome.err

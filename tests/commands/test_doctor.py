@@ -226,9 +226,6 @@ def test_the_score_at_a_kl_by_enumerating_a_tiny_model(
         assert score == pytest.approx(float((weights * values).sum()) / 2 + 5, abs=0.05), kl
 
 
-# ---- learning rate, texts and number type
-
-
 def config(**sections: Any) -> TrainConfig:
     return TrainConfig.model_validate(sections)
 

@@ -78,9 +78,6 @@ def test_what_a_section_on_kl_leaves_out(written: dict[str, Any], expected: dict
     assert {name: getattr(section, name) for name in expected} == expected
 
 
-# ---- notes at the start of a run ----
-
-
 @pytest.mark.parametrize(
     ("kl", "noted"),
     [

@@ -29,9 +29,6 @@ def returns(value: Any) -> Callable[..., Any]:
     return lambda prompts, responses: value
 
 
-# ---- scores
-
-
 NAN = float("nan")
 NO_NUMBERS = [None, "123", dict.fromkeys(BATCH.texts, 1.0), {1.0, 2.0, 3.0}, frozenset({1.0}), {1.0: 0}.keys()]
 
@@ -120,9 +117,6 @@ def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) 
         assert "sk-" not in str(caught.value)
 
 
-# ---- threads
-
-
 class KeepsATable:
     """Refuses to work in another thread than the one that made it, as sqlite does."""
 
@@ -167,9 +161,6 @@ def test_a_call_that_takes_too_long_is_given_up_and_the_next_one_works() -> None
     assert thread.call(5.0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         thread.call(5.0, lambda: 1 / 0)
-
-
-# ---- state
 
 
 class Holds:

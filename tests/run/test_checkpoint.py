@@ -45,9 +45,6 @@ def test_the_state_of_another_version_is_refused_but_not_its_weights(tmp_path: P
     assert torch.equal(other.weight, model.weight)
 
 
-# ---- shards
-
-
 def trained(seed: int, new_model: Make) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model with a tied head, and its optimizer after a step."""
     model = ActorCritic(LM(new_model(seed=seed)), HeadValue(16)).modules

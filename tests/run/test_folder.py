@@ -30,9 +30,6 @@ def make_run(path: Path) -> RunFolder:
     return folder
 
 
-# ---- a run's folder
-
-
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
     for options in ({}, {"resume": True}, {"overwrite": True}):
         open_folder(tmp_path / "runs" / f"{options}", **options)
@@ -149,9 +146,6 @@ def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatc
     for stopped_by in (None, "KL above the ceiling"):
         write_json(folder.summary, {"stopped_by": stopped_by})
         assert folder.finished_summary() == (None if stopped_by else {"stopped_by": None})
-
-
-# ---- files and folders that are whole
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
