@@ -247,6 +247,7 @@ def test_data_are_checked_before_a_world_is_built(
     assert not (own / "cache").exists()
 
 
+FULL = "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"
 GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a.yaml --resume\n"
 
 
@@ -255,7 +256,8 @@ GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a
     [
         (GuardStop("the KL is above its ceiling"), 3, "error: the KL is above its ceiling\n"),
         (RlhfKlError("the disk is full"), 1, "error: the disk is full\n"),
-        (MemoryError(), 1, "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"),
+        (MemoryError(), 1, FULL),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9.06 GB)"), 1, FULL),
         (KeyboardInterrupt(), 130, ""),
         (Interrupted(2), 130, GO_ON),
         (Interrupted(15), 143, GO_ON),

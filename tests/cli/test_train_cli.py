@@ -6,15 +6,16 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_kl.build.world import World
 from rlhf_kl.run.log import read_jsonl
 from tests.runs import Cli
-
-if TYPE_CHECKING:
-    from rlhf_kl.build.world import World
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,6 @@ def test_the_rows_and_the_summary(smoke: tuple[Path, Any]) -> None:
 
 
 def test_the_final_model_is_one_of_plain_transformers(smoke: tuple[Path, Any], small_world: World) -> None:
-    import torch
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder, _ = smoke
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
