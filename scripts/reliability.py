@@ -32,7 +32,7 @@ TESTS = {  # row -> its tests
         "tests/processes/test_two_launchers.py",
     ),
     "full disk": (
-        "tests/commands/test_failures.py::test_a_full_disk_leaves_the_last_checkpoint_and_names_what_to_free",
+        "tests/run/test_run.py::test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_names_what_to_free",
         "tests/processes/test_failures.py::test_a_disk_that_is_full_while_shards_are_gathered_ends_both",
     ),
     "NaN or infinity": (
@@ -44,7 +44,7 @@ TESTS = {  # row -> its tests
         "tests/ppo/test_step.py::test_an_update_with_a_gradient_that_is_not_finite_says_so",
     ),
     "bad command or config": (
-        "tests/cli/test_errors.py::test_what_cannot_be_done_is_one_line_and_exit_2",
+        "tests/cli/test_first_run.py::test_a_mistake_is_told_with_its_key_its_value_and_the_next_step",
         "tests/config/test_compare.py::test_each_mistake_is_one_line",
         "tests/config/test_load.py::test_a_problem_names_the_key_the_value_and_the_expected_one",
         "tests/config/test_load.py::test_every_key_refuses_what_no_key_can_be",

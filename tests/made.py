@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from rlhf_kl.ops.packing import Layout
+from rlhf_kl.types import Prompts, Responses
 
 PROMPTS = (9, 9, 6, 6, 6, 9)  # tokens; rows with as many have the same prompt
 RESPONSES = (5, 1, 3, 2, 5, 4)
+
+BATCH = Responses(Prompts(["p", "q", "r"], [[]] * 3, [{}] * 3, [()] * 3), ["first", "second", "third"], [[1], [2], [3]])
 
 
 def two_prompts() -> Layout:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from rlhf_kl.build.load import Loader
-from rlhf_kl.build.world import with_files
+from rlhf_kl.build.world import World, with_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.reward import RewardSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
@@ -15,9 +14,7 @@ from rlhf_kl.config.schema.train import EvalSection, PromptsSection
 from rlhf_kl.data.texts import Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompts, Responses
-
-if TYPE_CHECKING:
-    from rlhf_kl.build.world import World
+from tests.runs import jsonl
 
 SMALL = "builtin:reviews-small"
 HELD = EvalSection(texts="t.txt")
@@ -26,11 +23,6 @@ HELD = EvalSection(texts="t.txt")
 @pytest.fixture
 def loader() -> Loader:
     return Loader()
-
-
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: World) -> None:
@@ -61,11 +53,8 @@ def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(loader: Loa
     assert len(kept) == 2
     assert not {row.text for row in train} & {row.text for row in kept}
     assert {row.text for row in train + kept} == {row["q"] for row in rows}
-
-
-def test_few_prompts_serve_for_both(loader: Loader, tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "p.jsonl", [{"q": "one"}, {"q": "two"}])
-    assert [[row.text for row in part] for part in loader.prompts(prompts(path), HELD)] == [["one", "two"]] * 2
+    few = prompts(jsonl(tmp_path / "few.jsonl", rows[:2]))  # which serve for both
+    assert [[row.text for row in part] for part in loader.prompts(few, HELD)] == [["prompt 0", "prompt 1"]] * 2
 
 
 def test_held_out_prompts_that_are_named_win(loader: Loader, tmp_path: Path) -> None:

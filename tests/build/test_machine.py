@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.build import machine
-from rlhf_kl.build.machine import (
-    bfloat16_slowdown,
-    group_size,
-    on_this_machine,
-    pick_device,
-    run_device,
-)
+from rlhf_kl.build.machine import bfloat16_slowdown, group_size, on_this_machine, pick_device, run_device
 from rlhf_kl.build.parts import shard_models
 from rlhf_kl.commands.findings import check_dtype
 from rlhf_kl.commands.train import train_command
@@ -25,6 +20,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.base import RunSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers
+from tests.runs import Cli, sets
 
 
 def test_a_device_that_is_not_here() -> None:
@@ -59,69 +55,54 @@ def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("device", "gpu", "computes_in_it", "dtype"),
+    ("written", "machine", "read", "dtype", "told"),
     [
-        ("auto", True, True, "bfloat16"),
-        ("auto", True, False, "float32"),
-        ("cpu", True, True, "float32"),
-        ("auto", False, False, "float32"),
+        ("auto", "gpu", False, "bfloat16", None),
+        ("auto", "old gpu", False, "float32", None),
+        ("auto", "cpu", False, "float32", None),
+        ("float32", "gpu", False, "float32", None),
+        # of a run that is read where it may not have been trained
+        ("bfloat16", "cpu", True, "float32", "run.dtype: bfloat16; here, on cpu, the models compute in float32"),
+        ("bfloat16", "gpu", True, "bfloat16", None),
+        ("auto", "cpu", True, "float32", None),  # as for `--model`
+        ("auto", "gpu", True, "bfloat16", "run.dtype: auto; here, on cuda, the models compute in bfloat16"),
+        ("float32", "gpu", True, "float32", None),
     ],
 )
 def test_the_type_of_a_machine(
-    device: str, gpu: bool, computes_in_it: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+    written: str, machine: str, read: bool, dtype: str, told: str | None, monkeypatch: Any, caplog: Any
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or computes_in_it
-    )
-    config = TrainConfig.model_validate({"run": {"dtype": "auto", "device": device}})
-    assert on_this_machine(config).run.dtype == dtype
-    written = TrainConfig.model_validate({"run": {"dtype": "float32", "device": device}})
-    assert on_this_machine(written) is written
+    def computes_in_it(including_emulation: bool = True) -> bool:
+        return including_emulation or machine == "gpu"
 
-
-@pytest.mark.parametrize(
-    ("stored", "gpu", "dtype", "told"),
-    [
-        ("bfloat16", False, "float32", "run.dtype: bfloat16; here, on cpu, the models compute in float32"),
-        ("bfloat16", True, "bfloat16", None),
-        ("auto", False, "float32", None),  # as for `--model`
-        ("auto", True, "bfloat16", "run.dtype: auto; here, on cuda, the models compute in bfloat16"),
-        ("float32", True, "float32", None),
-    ],
-)
-def test_a_run_is_read_in_a_type_that_this_machine_computes_in(
-    stored: str,
-    gpu: bool,
-    dtype: str,
-    told: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: machine != "cpu")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", computes_in_it)
     with caplog.at_level("INFO", logger="rlhf_kl"):
-        config = on_this_machine(TrainConfig.model_validate({"run": {"dtype": stored}}), stored=True)
+        config = on_this_machine(TrainConfig.model_validate({"run": {"dtype": written}}), stored=read)
     assert config.run.dtype == dtype
     assert caplog.messages == [told] * (told is not None)
+    on_cpu = TrainConfig.model_validate({"run": {"dtype": written, "device": "cpu"}})
+    assert on_this_machine(on_cpu).run.dtype == ("float32" if written == "auto" else written)
 
 
 # ---- what a launcher tells
 
 
-LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-SLURM = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID")
+LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_")
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """launched("RANK=1 ..."): an environment with these variables of launchers, and no others."""
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """launched("RANK=1 ...", gpus=2): these variables of launchers and no others, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
 
-    def change(variables: str) -> None:
-        for name in (*LAUNCHERS, *SLURM):
-            monkeypatch.delenv(name, raising=False)
+    def change(variables: str, gpus: int = 0) -> None:
+        for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+            monkeypatch.delenv(name)
         for variable in variables.split():
             monkeypatch.setenv(*variable.split("="))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
 
     return change
 
@@ -137,47 +118,41 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ("SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_PROCID=1 WORLD_SIZE=8 RANK=5", 8),  # torchrun on each node
         ("SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_PROCID=1 WORLD_SIZE=1", 1),  # separate runs
         ("OMPI_COMM_WORLD_SIZE=1", 1),
+        # copies that would each run alone
+        ("SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_PROCID=0", None),
+        ("SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=3 SLURM_PROCID=1", None),
+        ("OMPI_COMM_WORLD_SIZE=2", None),
+        ("PMI_SIZE=2", None),
     ],
 )
-def test_the_size_of_a_group(variables: str, size: int, launched: Callable[[str], None]) -> None:
+def test_the_size_of_a_group(variables: str, size: int | None, launched: Callable[..., None]) -> None:
     launched(variables)
-    assert group_size() == size
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        "SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_PROCID=0",
-        "SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_ID=3 SLURM_PROCID=1",
-        "OMPI_COMM_WORLD_SIZE=2",
-        "PMI_SIZE=2",
-    ],
-)
-def test_copies_that_would_each_run_alone(variables: str, launched: Callable[[str], None]) -> None:
-    launched(variables)
+    if size is not None:
+        assert group_size() == size
+        return
     with pytest.raises(InputError, match="started 2 processes that do not know of each other"):
         group_size()
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "reward-model", "eval", "generate"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("eval --model tiny --texts texts.txt", "generate --model tiny --prompt a"),
+        *("train --config smoke.yaml", "sft --config sft_reviews.yaml", "reward-model --config reward_reviews.yaml"),
+    ],
+)
 def test_every_command_refuses_such_copies(
-    command: str, launched: Callable[[str], None], rlhf_kl: Any, tmp_path: Path, tiny_folder: Path
+    line: str, launched: Callable[..., None], rlhf_kl: Cli, tmp_path: Path, tiny_folder: Path
 ) -> None:
     launched("OMPI_COMM_WORLD_SIZE=2")
-    (texts := tmp_path / "texts.txt").write_text("ab\n")
-    words = {
-        "eval": ["--model", tiny_folder, "--texts", texts],
-        "generate": ["--model", tiny_folder, "--prompt", "a"],
-        "train": ["--config", "smoke.yaml", "--output-dir", tmp_path / "run"],
-        "sft": ["--config", "sft_reviews.yaml", "--output-dir", tmp_path / "run"],
-        "reward-model": ["--config", "reward_reviews.yaml", "--output-dir", tmp_path / "run"],
-    }
-    outcome = rlhf_kl(command, *words[command], "--quiet")
+    (tmp_path / "texts.txt").write_text("ab\n")
+    (tmp_path / "tiny").symlink_to(tiny_folder)
+    outcome = rlhf_kl(*line.split(), "--quiet")
     assert outcome.code == 2
-    (line,) = outcome.err.splitlines()
-    assert "srun or mpirun started 2 processes that do not know of each other" in line
-    assert "torchrun" in line
-    assert not (tmp_path / "run").exists()
+    (told,) = outcome.err.splitlines()
+    assert "srun or mpirun started 2 processes that do not know of each other" in told
+    assert "torchrun" in told
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -193,12 +168,10 @@ def test_every_command_refuses_such_copies(
     ],
 )
 def test_the_gpu_of_one_of_several_processes(
-    variables: str, visible: int, device: str, launched: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    variables: str, visible: int, device: str, launched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched(f"WORLD_SIZE=4 {variables}")
+    launched(f"WORLD_SIZE=4 {variables}", gpus=visible)
     made_current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
     section = RunSection(device="cuda")
     if device.startswith("cuda:"):
@@ -209,63 +182,51 @@ def test_the_gpu_of_one_of_several_processes(
             run_device(section, group=True)
 
 
-def test_a_process_of_a_group_that_has_no_gpu_says_so_itself(
-    launched: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, rlhf_kl: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ("WORLD_SIZE=4 RANK=3 LOCAL_RANK=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=1", "LOCAL_RANK is 3"),
+        ("WORLD_SIZE=2", "WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start them with"),
+    ],
+)
+def test_a_process_of_a_group_that_cannot_begin_says_so_itself(
+    variables: str, words: str, launched: Callable[..., None], rlhf_kl: Cli
 ) -> None:
-    launched("WORLD_SIZE=4 RANK=3 LOCAL_RANK=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    words = ["--config", "smoke.yaml", "--output-dir", tmp_path / "run", "--set", "run.device=cuda", "--quiet"]
-    outcome = rlhf_kl("train", *words)
+    launched(variables, gpus=2)
+    outcome = rlhf_kl("train", "smoke", *sets("run.device=cuda"), "--quiet")
     assert outcome.code == 2
-    assert outcome.err.startswith("error: LOCAL_RANK is 3")
+    assert outcome.err.startswith(f"error: {words}")
 
 
-def test_a_group_without_an_address_is_one_line(
-    launched: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, rlhf_kl: Any, tmp_path: Path
-) -> None:
-    launched("WORLD_SIZE=2")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    outcome = rlhf_kl("train", "--config", "smoke.yaml", "--output-dir", tmp_path / "run", "--quiet")
-    assert outcome.code == 2
-    assert outcome.err.startswith("error: WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start them with")
+def on_cpu(folder: Path, dtype: str) -> TrainConfig:
+    return TrainConfig.model_validate({"run": {"output_dir": str(folder), "device": "cpu", "dtype": dtype}})
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "told"),
-    [("fp16", "float32", True), ("bf16", "float32", True), ("bf16", "bfloat16", False), ("no", "bfloat16", False)],
+    [("fp16", "float32", 1), ("bf16", "float32", 1), ("bf16", "bfloat16", 0), ("no", "bfloat16", 0)],
 )
 def test_accelerates_precision_is_told_to_have_no_effect(
-    precision: str,
-    dtype: str,
-    told: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    precision: str, dtype: str, told: int, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    run = {"output_dir": str(tmp_path / "run"), "device": "cpu", "dtype": dtype}
-    config = TrainConfig.model_validate({"run": run})
     monkeypatch.setattr(machine, "bfloat16_slowdown", lambda section: 1.0)
-    train_command(lambda *_: {}, config, resume=False, overwrite=False)
+    train_command(lambda *_: {}, on_cpu(tmp_path / "run", dtype), resume=False, overwrite=False)
     line = f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({dtype})"
     assert caplog.messages == [line] * told
 
 
 @pytest.mark.parametrize(("delay", "level"), [(0.02, "doubtful"), (0.0, "fine")])
 def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
-    delay: float, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    delay: float, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
     def product(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         time.sleep(0.001 if x.dtype == torch.float32 else 0.001 + delay)
         return x
 
     monkeypatch.setattr(torch, "mm", product)
-    run = {"output_dir": str(tmp_path / "run"), "device": "cpu", "dtype": "bfloat16"}
-    config = TrainConfig.model_validate({"run": run})
-    slowdown = bfloat16_slowdown(config.run)
-    assert (slowdown > 5) == (delay > 0)
+    config = on_cpu(tmp_path / "run", "bfloat16")
+    assert (bfloat16_slowdown(config.run) > 5) == (delay > 0)
     assert bfloat16_slowdown(config.run.model_copy(update={"dtype": "float32"})) == 1.0
     finding = check_dtype(config, torch.device("cpu"))
     assert finding.level == level
@@ -273,9 +234,6 @@ def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
     train_command(lambda *_: {}, config, resume=False, overwrite=False)
     told = [line for line in caplog.messages if line.startswith("run.dtype: products in bfloat16 take ")]
     assert len(told) == (delay > 0)
-
-
-# ---- shards
 
 
 def shard(policy: Any, reference: Any) -> None:

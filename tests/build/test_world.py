@@ -18,15 +18,8 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.run.log import read_jsonl
 
 SIZES = CorpusSizes(train_texts=300, heldout_texts=20, prompts=20, heldout_prompts=10, pairs=40, heldout_pairs=20)
-TINY = WorldSpec(
-    "tiny",
-    SIZES,
-    sft=(
-        "policy.architecture={hidden_size: 16, layers: 1, heads: 1, vocab_size: 300}",
-        "sft.epochs=0.2",
-    ),
-    reward_model=("reward_model.epochs=0.5",),
-)
+SFT = ("policy.architecture={hidden_size: 16, layers: 1, heads: 1, vocab_size: 300}", "sft.epochs=0.2")
+TINY = WorldSpec("tiny", SIZES, sft=SFT, reward_model=("reward_model.epochs=0.5",))
 
 
 @pytest.fixture
@@ -53,10 +46,9 @@ def test_a_world_is_whole_deterministic_and_built_once(
     assert all(part.is_relative_to(own_cache) for part in parts)
     for part in parts[1:]:
         assert {"model.safetensors", "config.json", "tokenizer.json", "summary.json"} <= set(os.listdir(part))
-    left = [path.name for path in world.folder.iterdir() if path.name.endswith(".tmp")]
-    assert left == []
+    assert not list(world.folder.glob("*.tmp"))
     again = tiny()
-    monkeypatch.setattr(World, "_train", _never)
+    monkeypatch.setattr(World, "_train", None)  # not built twice
     assert [again.corpus(), again.policy(), again.reward_model()] == parts
     monkeypatch.undo()
     monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "other"))
@@ -65,10 +57,6 @@ def test_a_world_is_whole_deterministic_and_built_once(
     for part, twin in zip(parts, (other.corpus(), other.policy(), other.reward_model()), strict=True):
         assert part.name == twin.name
         assert files(part) == files(twin)
-
-
-def _never(*_: Any, **__: Any) -> None:
-    raise AssertionError("built twice")
 
 
 def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
@@ -127,13 +115,8 @@ def test_each_key_gets_its_own_part(own_cache: Path) -> None:
     sft = with_files(SFTConfig.model_validate({"data": {"texts": "builtin:tiny"}}))
     assert [Path(file or "").name for file in (sft.data.texts, sft.data.eval_texts)] == ["train.jsonl", "heldout.jsonl"]
     assert sft.policy.model is None
-    own = {"model": "/own", "value": "head"}
-    written = {
-        "policy": own,
-        "reward": {"kind": "mine.py:score"},
-        "data": {"prompts": "builtin:tiny"},
-        "eval": {"texts": "t.txt"},
-    }
+    written = {"policy": {"model": "/own", "value": "head"}, "reward": {"kind": "mine.py:score"}}
+    written |= {"data": {"prompts": "builtin:tiny"}, "eval": {"texts": "t.txt"}}
     config = TrainConfig.model_validate(written)
     files = with_files(config)
     assert (files.policy, files.eval.texts) == (config.policy, "t.txt")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import pytest
 from rlhf_kl.commands import guide
 from rlhf_kl.commands.options import read_config
 from rlhf_kl.config.load import load_config
-
-Cli = Callable[..., Any]
+from tests.runs import Cli, Rows, Write, sets
 
 
 @pytest.fixture(autouse=True)
@@ -53,24 +50,18 @@ def test_the_process_exits_with_the_code_and_a_reader_that_goes_away_is_no_error
     assert done.stderr == ""
 
 
-# ---- config ----
-
-
 def test_validate_and_show(rlhf_kl: Cli, here: Path) -> None:
     assert rlhf_kl("config", "validate", "sft_reviews.yaml") == (0, "sft_reviews.yaml: ok\n", "")
     code, out, err = rlhf_kl("config", "validate", "smoke", "--json", "--set", "kl.target=0", "--set", "a=1")
     assert (code, len(json.loads(out)["problems"]), err) == (2, 2, "")
-    sets = ["kl.target=0.2", "run.seed=3"]
-    shown = rlhf_kl("config", "show", "ppo_static.yaml", *(word for change in sets for word in ("--set", change)))
-    (here / "again.yaml").write_text(shown.out)
-    assert load_config("train", "again.yaml") == load_config("train", "ppo_static.yaml", sets)
+    changes = ["kl.target=0.2", "run.seed=3"]
+    (here / "again.yaml").write_text(rlhf_kl("config", "show", "ppo_static.yaml", *sets(*changes)).out)
+    assert load_config("train", "again.yaml") == load_config("train", "ppo_static.yaml", changes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "section"), [("train", "ppo"), ("sft", "sft"), ("reward-model", "reward_model"), ("compare", "variants")]
-)
-def test_schema_is_one_json_document(kind: str, section: str, rlhf_kl: Cli) -> None:
-    assert section in json.loads(rlhf_kl("config", "schema", "--kind", kind).out)["properties"]
+def test_schema_is_one_json_document(rlhf_kl: Cli) -> None:
+    for kind, section in (("train", "ppo"), ("sft", "sft"), ("reward-model", "reward_model"), ("compare", "variants")):
+        assert section in json.loads(rlhf_kl("config", "schema", "--kind", kind).out)["properties"]
 
 
 def test_named_options_win_over_set(here: Path) -> None:
@@ -83,9 +74,6 @@ def test_updates_are_whole_batches(rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("rlhf_kl.commands.train.train_command", lambda _run, config, **_: trained.append(config))
     assert rlhf_kl("train", "ppo_adaptive", "--updates", 7, "--set", "rollout.batch_size=32").code == 0
     assert (trained[0].updates, trained[0].ppo.total_episodes) == (7, 7 * 32)
-
-
-# ---- guide ----
 
 
 @pytest.mark.parametrize("page", guide.PAGES)
@@ -108,22 +96,16 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     assert "guide: no page 'm': models_and_data or metrics or measurements?" in rlhf_kl("guide", "m").err
 
 
-# ---- report ----
-
-
 def test_the_newest_run_of_the_working_directory(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], here: Path, rlhf_kl: Cli
+    write_run: Write, metrics_rows: Rows, here: Path, rlhf_kl: Cli
 ) -> None:
-    for name, age in (("new", 10), ("old", 1000)):
-        folder = write_run(name, metrics_rows([0.1] * 4))
-        os.utime(folder / "metrics.jsonl", (time.time() - age,) * 2)
-    write_run("never-started")
+    for name in ("old", "new"):
+        write_run(name, metrics_rows([0.1] * 4))
     done = rlhf_kl("report")
     assert (done.code, done.out) == (0, "runs/new/report.html\n")
     assert "unfinished: 4 of 60 updates" in done.err
     assert "new: KL report" in (here / "runs/new/report.html").read_text()
-    figures = json.loads(rlhf_kl("report", "runs/new", "--json").out)
-    assert figures["runs/new"]["page"] == "runs/new/report.html"
+    assert json.loads(rlhf_kl("report", "runs/new", "--json").out)["runs/new"]["page"] == "runs/new/report.html"
     # A link where the report goes is replaced: nothing is written outside of the folder.
     (here / "other").write_text("precious")
     (here / "runs/new/report.html").unlink()
@@ -134,7 +116,7 @@ def test_the_newest_run_of_the_working_directory(
 
 
 def test_watch_follows_a_run_to_its_end(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
+    write_run: Write, metrics_rows: Rows, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run("running", metrics_rows([0.1] * 4), config={"ppo": {"total_episodes": 256}})
 

@@ -1,23 +1,29 @@
-"""The first run of a new user: `init`, a model filled in, `doctor`, `train`; and fifty mistakes on the way."""
+"""The first run of a new user: `init`, a model filled in, `doctor`, `train`; and all that cannot be done on the way.
+
+Of each mistake: the command line, its exit code, and the words on stderr, one line per problem, no traceback.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import typer
 
+from rlhf_kl import cli
+from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
 from rlhf_kl.plugins import load_attribute
-
-Cli = Callable[..., Any]
+from tests.runs import Cli
 
 MORE = """
 
 def raises(prompts, responses):
-    return [len(response) / 0 for response in responses]
+    raise RuntimeError("\\x1b[2Jthe server is gone\\u2028")
 
 
 def column(prompts, responses, answr):
@@ -31,6 +37,17 @@ class TutorialKL:
     def update(self, observed_kl):
         return self.kl_coef
 """
+WORLD = "{kind: model, model: builtin:reviews-small}"  # its reward model takes a minute to build
+FILES = {
+    "tab.yaml": "kl:\n\ttarget: 0.1\n",
+    "twice.yaml": "kl: {target: 0.1}\nkl: {target: 0.2}\n",
+    "odd.yaml": '"\\e[2J\\e]0;owned\\a": 1\n',
+    "compare.yaml": "base: mine.yaml\nseeds: [0]\nvariants: {a: {policy: {model: no/such/model}}, b: {}}\n",
+    "world.yaml": f"extends: mine.yaml\nreward: {WORLD}\ndata: {{prompts: late.jsonl}}\n",
+    "column.jsonl": '{"promt": "ab"}\n',
+    "late.jsonl": '{"prompt": "ab"}\n{"promt": "ab"}\n',
+    "thesis/thesis.tex": "my only copy",
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +75,9 @@ def own(tmp_path_factory: pytest.TempPathFactory, rlhf_kl: Cli) -> Iterator[Path
         assert config.count("model: null") == 1
         Path("mine.yaml").write_text(config.replace("model: null", "model: ./tiny"))
         Path("mine.py").write_text(Path("mine.py").read_text() + MORE)
-        Path("tab.yaml").write_text("kl:\n\ttarget: 0.1\n")
-        Path("twice.yaml").write_text("kl: {target: 0.1}\nkl: {target: 0.2}\n")
+        Path("thesis").mkdir()
+        for name, text in FILES.items():
+            Path(name).write_text(text)
         yield folder
 
 
@@ -91,30 +109,26 @@ MISTAKES = [
     (CHECK + "max_steps=2", "max_steps", "did you mean ppo.total_episodes?"),
     (CHECK + "kl.init_kl_coef=0.1", "kl.init_kl_coef", "did you mean kl.controller.coef?"),
     (CHECK + "kl.controller.target=0.1", "kl.controller.target", "did you mean kl.target?"),
-    (CHECK + "ppo.lerning_rate=1e-5", "ppo.lerning_rate", "did you mean ppo.learning_rate?"),
     (CHECK + "ppo.batch_size=32", "ppo.batch_size", "did you mean rollout.batch_size?"),
     (CHECK + "rollout.top_p=0.9", "rollout.top_p", "valid: batch_size, max_new_tokens, temperature"),
-    (CHECK + "kl.target", "'kl.target'", "write section.key=value"),
     # values
     (CHECK + "kl.target=0,05", "kl.target", "'0,05'", "must be a number"),
-    (CHECK + "kl.target=high", "kl.target", "'high'", "a number or 'conservative', 'moderate' or 'aggressive'"),
     (CHECK + "ppo.advantage=groups", "ppo.advantage", "'groups'", "'gae', 'rloo' or 'grpo'"),
     (CHECK + "ppo.advantage=grpo", "rollout.samples_per_prompt must be at least 2"),
-    (CHECK + "run.device=gpu", "run.device", "'gpu'", "auto, cpu, cuda, cuda:N or mps"),
     (CHECK + "run.dtype=bf16", "run.dtype", "'bf16'", "'bfloat16'"),
     (CHECK + "kl.ceiling=2", "kl.ceiling", "a mapping: 2"),
-    (CHECK + "kl.controller.coef=0", "kl.controller.coef must be above 0"),
     (CHECK + TERM % ("sentences", "heavy"), "reward.terms.short.weight", "'heavy'", "a number"),
     (CHECK + TERM % ("sentence", "1.0"), "reward.terms.short.kind", "'sentence'", "did you mean sentences?"),
     (TRAIN + "rollout.max_new_tokens=600", "rollout.max_new_tokens: 600 + a prompt > 160", "lower it"),
     # files
     (CHECK + "data.prompts=promts.jsonl", "data.prompts", "promts.jsonl (looked in {here})", "mean prompts.jsonl?"),
     (CHECK + "policy.model=./tinny", "policy.model", "./tinny", "did you mean tiny?"),
-    (CHECK + "reward.kind=mine.py:sentenses", "reward.kind", "'sentenses'", "did you mean sentences?"),
     (TRAIN + "data.column=promt", "prompts.jsonl: row 1", "'promt'", "did you mean prompt?"),
     (TRAIN + "reward.kind=mine.py:column", "reward", "'answr'", "did you mean answer?"),
-    (TRAIN + "reward.kind=mine.py:raises", "reward", "ZeroDivisionError", "(mine.py:13)"),
+    (TRAIN + "reward.kind=mine.py:raises", "reward", r"RuntimeError: \x1b[2Jthe server", "(mine.py:13)"),
     (TRAIN + "kl.controller.kind=mine.py:TutorialKL", "controller.kind", "update(kl, episodes)", "needs that and coef"),
+    (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
+    ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
     ("config validate tab.yaml", "tab.yaml:2:1", r"'\t'", "indent with spaces"),
     ("config validate twice.yaml", "twice.yaml:2:1", "key 'kl' is written twice"),
     ("train mien.yaml", "'mien.yaml'", "did you mean mine.yaml?"),
@@ -126,7 +140,21 @@ MISTAKES = [
     ("compare mine.yaml", "mine.yaml: holds no run", "did you mean --config mine.yaml?"),
     ("compare --config mine.yaml", "a config for `rlhf-kl train`", "which has variants"),
     ("train prompts.jsonl", "prompts.jsonl:2:1", "is it YAML?"),
+    ("eval --model tiny", "--model needs --texts"),
+    ("eval --model tiny --run x", "exclude each other"),
+    ("eval --config mine.yaml --checkpoint 2", "--checkpoint belongs to a run"),
+    ("eval --model tiny --plugins", "--plugins belongs to a run: name one with --run"),
+    ("generate --model tiny --quiet", "name prompts with --prompt"),
+    ("generate --model tiny --prompt a --with-reference --quiet", "--with-reference"),
+    ("train mine.yaml --output-dir thesis", "thesis"),
     # commands
+    ("--nonsense", "see rlhf-kl --help"),
+    ("config", "see rlhf-kl config --help"),
+    ("sft --batch-size 1", "--set sft.batch_size=VALUE"),
+    ("compare --zzzz", "--set KEY=VALUE"),
+    ("compare", "compare takes --config FILE to train, or RUN folders to read"),
+    ("compare x --seed 1", "need --config"),
+    ("train mine.yaml --config=x", "extra argument(s) (mine.yaml)"),
     ("train", "'--config'", "such as rlhf-kl train --config smoke.yaml"),
     ("train --conf mine.yaml", "--conf", "did you mean --config?"),
     ("train mine.yaml --lr 1", "--lr", "--set ppo.learning_rate=VALUE"),
@@ -159,3 +187,89 @@ def test_a_mistake_is_told_with_its_key_its_value_and_the_next_step(
     assert all(text.isprintable() for text in said)
     assert "Traceback" not in done.err
     assert not (own / "run" / "config.yaml").exists()
+    assert [path.name for path in (own / "thesis").iterdir()] == ["thesis.tex"]
+
+
+NO_MODEL = "neither a folder nor a hub id (owner/name, owner/name@revision): no such file: no/such/model"
+UNLOADED = {
+    "eval --run nope": ["nope: holds no run"],
+    "eval --model tiny --reference thesis --texts column.jsonl": [
+        "--reference: {here}/thesis: the folder has no config.json",
+        "--texts: column.jsonl: row 1 has no column 'text'",
+    ],
+    "generate --model tiny/config.json --prompts x.txt": [
+        "--model: {here}/tiny/config.json: is a file, not the folder of a model",
+        "--prompts: no such file: x.txt",
+    ],
+    "train --config mine.yaml --set policy.model=no/such/model --set reward.gold=thesis": [
+        f"policy.model: {NO_MODEL}",
+        "reward.gold: {here}/thesis: the folder has no config.json",
+    ],
+    "doctor --config mine.yaml --pairs column.jsonl": ["--pairs: column.jsonl: row 1 has no column 'chosen'"],
+    "reward-model --config reward_reviews.yaml --set policy.model=no/such/model --set data.pairs=column.jsonl": [
+        f"policy.model: {NO_MODEL}"
+    ],
+    "compare --config compare.yaml": [f"variants.a: policy.model: {NO_MODEL}"],
+}
+
+
+def test_what_needs_no_computing_is_told_before_torch_is_imported(own: Path) -> None:
+    code = (
+        "import sys\nfrom rlhf_kl.cli import run\nfor line in sys.argv[1:]:\n"
+        "    print(run(line.split()), 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *UNLOADED], capture_output=True, text=True, check=True)
+    expected = [line for problems in UNLOADED.values() for line in (*(f"error: {p}" for p in problems), "2 False")]
+    told = done.stderr.splitlines()
+    assert len(told) == len(expected), done.stderr
+    for line, words in zip(told, expected, strict=True):
+        assert line.startswith(words.format(here=own))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train world.yaml", "data.prompts: {here}/late.jsonl: row 2 has no column 'prompt'"),
+        ("eval --config world.yaml", "data.prompts: {here}/late.jsonl: row 2 has no column 'prompt'"),
+        (
+            "reward-model reward_reviews.yaml --set policy.model=builtin:reviews-small --set data.pairs=late.jsonl",
+            "data.pairs: {here}/late.jsonl: row 1 has no column 'chosen'",
+        ),
+    ],
+)
+def test_data_are_checked_before_a_world_is_built(
+    line: str, words: str, own: Path, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_KL_CACHE", str(own / "cache"))
+    outcome = rlhf_kl(*shlex.split(line))
+    assert words.format(here=own) in outcome.err + outcome.out
+    assert outcome.code == 2
+    assert not (own / "cache").exists()
+
+
+FULL = "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"
+GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a.yaml --resume\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (GuardStop("the KL is above its ceiling"), 3, "error: the KL is above its ceiling\n"),
+        (RlhfKlError("the disk is full"), 1, "error: the disk is full\n"),
+        (MemoryError(), 1, FULL),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9.06 GB)"), 1, FULL),
+        (KeyboardInterrupt(), 130, ""),
+        (Interrupted(2), 130, GO_ON),
+        (Interrupted(15), 143, GO_ON),
+    ],
+)  # fmt: skip
+def test_exit_codes(error: BaseException, code: int, said: str, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = typer.Typer(pretty_exceptions_enable=False)
+
+    @failing.command()
+    def fail(config: str = "", overwrite: bool = False) -> None:
+        raise error
+
+    failing.command("other")(lambda: None)
+    monkeypatch.setattr(cli, "app", failing)
+    assert rlhf_kl("fail", "--config", "a.yaml", "--overwrite") == (code, "", said)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from rlhf_kl.models.load import load_causal_lm
-from tests.runs import rows
+from tests.runs import Cli, Train, rows
 
-Train = Callable[..., dict[str, Any]]
 LORA = ("policy.lora={r: 4, alpha: 8.0}", "ppo.learning_rate=5e-3")
 
 
@@ -36,14 +35,13 @@ def test_final_and_checkpoints_hold_the_adapter_alone(run: Path, tiny_folder: Pa
     final = {path.name for path in (run / "final").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "value.safetensors"} <= final
     assert "model.safetensors" not in final
-    assert json.loads((run / "final" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        tiny_folder
-    )
+    adapter = json.loads((run / "final" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tiny_folder)
     stored = load_file(run / "checkpoints" / "step-000006" / "model-00001.safetensors")
     assert all("lora" in name or "critic" in name for name in stored)
 
 
-def test_eval_reads_the_adapter_and_its_checkpoints(run: Path, rlhf_kl: Callable[..., Any]) -> None:
+def test_eval_reads_the_adapter_and_its_checkpoints(run: Path, rlhf_kl: Cli) -> None:
     last, early = (json.loads(rlhf_kl("eval", "--run", run, "--json", *more).out) for more in ((), ("--checkpoint", 2)))
     summary = json.loads((run / "summary.json").read_text())["final"]
     assert last["perplexity"] == pytest.approx(summary["eval/perplexity"], rel=1e-4)
@@ -62,30 +60,22 @@ def test_an_adapter_is_trained_further_with_its_beginning_as_the_reference(
     assert (tmp_path / "more" / "final" / "adapter_model.safetensors").is_file()
 
 
-def test_merge_writes_the_whole_model(
-    rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tmp_path: Path
-) -> None:
-    import yaml
-
-    settings = tiny_settings | {"policy": tiny_settings["policy"] | {"lora": {"r": 2}}}
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    options = ("train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet")
-    assert rlhf_kl(*options).code == 0
+def test_merge_writes_the_whole_model(rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    options = ("train", "--config", tmp_path / "tiny.yaml", "--quiet", "--output-dir")
+    lora = (tmp_path / "run", "--set", "policy.lora={r: 2}")
+    assert rlhf_kl(*options, *lora).code == 0
     assert not (tmp_path / "run" / "merged").exists()
-    assert rlhf_kl(*options, "--resume", "--merge").code == 0  # of a run that is finished
-    merged = load_causal_lm(str(tmp_path / "run" / "merged"))
-    whole = rlhf_kl("eval", "--model", tmp_path / "run" / "merged", "--texts", tiny_settings["eval"]["texts"], "--json")
-    adapter = rlhf_kl(
-        "eval", "--model", tmp_path / "run" / "final", "--texts", tiny_settings["eval"]["texts"], "--json"
+    assert rlhf_kl(*options, *lora, "--resume", "--merge").code == 0  # of a run that is finished
+    assert type(load_causal_lm(str(tmp_path / "run" / "merged"))).__name__ == "GPT2LMHeadModel"
+    texts = ("--texts", tiny_settings["eval"]["texts"], "--json")
+    whole, adapter = (
+        json.loads(rlhf_kl("eval", "--model", tmp_path / "run" / name, *texts).out) for name in ("merged", "final")
     )
-    whole, adapter = (json.loads(outcome.out) for outcome in (whole, adapter))
     assert whole.pop("standard_errors") == pytest.approx(adapter.pop("standard_errors"), rel=1e-3)
     assert whole == pytest.approx(adapter, rel=1e-5)
-    assert type(merged).__name__ == "GPT2LMHeadModel"
     cards = [(tmp_path / "run" / name / "README.md").read_text() for name in ("final", "merged")]
     assert ["library_name: peft" in card for card in cards] == [True, False]
-    del settings["policy"]["lora"]
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    outcome = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "other", "--merge")
+    outcome = rlhf_kl(*options, tmp_path / "other", "--merge")
     assert outcome.code == 2
     assert "--merge: the run trains no adapter" in outcome.err

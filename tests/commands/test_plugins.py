@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.errors import InputError
-from rlhf_kl.run.log import read_jsonl
-from tests.runs import unfinished
+from tests.runs import Cli, Train, jsonl, rows, unfinished, updates
 
-Cli = Callable[..., Any]
 SECRET = "sk-5e0b7c21d94f"
 
 KEYED = f"""
@@ -26,21 +22,6 @@ def score(prompts, responses, api_key: str, url: str, headers: dict):
 """
 
 
-@pytest.fixture
-def keyed(tmp_path: Path, tiny_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MY_KEY", SECRET)
-    (tmp_path / "own.py").write_text(KEYED)
-    options = {"api_key": "${MY_KEY}", "url": "https://x.org/$${v}", "headers": {"auth": "Bearer ${MY_KEY}"}}
-    settings = tiny_settings | {
-        "reward": {"kind": "own.py:score", "missing_eos_penalty": 0.0, **options},
-        "tracking": {"tensorboard": True},
-    }
-    file = tmp_path / "keyed.yaml"
-    file.write_text(yaml.safe_dump(settings))
-    monkeypatch.chdir(tmp_path)
-    return file
-
-
 def files_with(folder: Path, text: str) -> list[str]:
     return [
         path.relative_to(folder).as_posix()
@@ -50,18 +31,26 @@ def files_with(folder: Path, text: str) -> list[str]:
 
 
 def test_a_secret_of_the_environment_reaches_no_file(
-    rlhf_kl: Cli, keyed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_KEY", SECRET)
+    (tmp_path / "own.py").write_text(KEYED)
+    options = {"api_key": "${MY_KEY}", "url": "https://x.org/$${v}", "headers": {"auth": "Bearer ${MY_KEY}"}}
+    reward = {"kind": "own.py:score", "missing_eos_penalty": 0.0, **options}
+    settings = tiny_settings | {"reward": reward, "tracking": {"tensorboard": True}}
+    (tmp_path / "keyed.yaml").write_text(yaml.safe_dump(settings))
+    train = ("train", "--config", "keyed.yaml", "--output-dir", "run")
+    outcome = rlhf_kl(*train)
     assert outcome.code == 0, outcome.err
-    assert rlhf_kl("report", run).code == 0
+    assert rlhf_kl("report", "run").code == 0
+    run = tmp_path / "run"
     assert files_with(run, SECRET) == ["own.py"]  # the test's own file, which names the secret to compare it
     assert {"config.yaml", "report.html", "summary.json"} <= set(files_with(run, "${MY_KEY}"))
     assert SECRET not in outcome.out + outcome.err
     monkeypatch.delenv("MY_KEY")
-    assert "note: reward.api_key: the environment variable MY_KEY is" in rlhf_kl("config", "validate", keyed).err
-    outcome = rlhf_kl("train", "--config", keyed, "--output-dir", run, "--resume")
+    assert "note: reward.api_key: the environment variable MY_KEY is" in rlhf_kl("config", "validate", "keyed.yaml").err
+    outcome = rlhf_kl(*train, "--resume")
     assert outcome.code == 2
     assert "reward.api_key: the environment variable MY_KEY is not set" in outcome.err
 
@@ -86,63 +75,56 @@ def gold(prompts, responses, answer):
 
 WORDS = [a + b + c for a in "abcd" for b in "abcd" for c in "abcd"]
 Rows = list[dict[str, Any]]
+Checked = Callable[..., tuple[Rows, Rows]]
 
 
 @pytest.fixture
-def checked(train: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[Rows, Rows]]:
+def checked(train: Train, tmp_path: Path) -> Checked:
     """`checked(code, "reward={{kind: '{mine}:f'}}")`: the updates and samples of a run whose prompts have answers.
 
     `code` is what the file {mine} holds. Some prompts are empty, too long, or there twice.
     """
     texts = [*WORDS, "", "ab" * 40, *WORDS[:5]]
-    rows = [{"q": text, "answer": text[::-1], "points": {"n": len(text)}} for text in texts]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answered = [{"q": text, "answer": text[::-1], "points": {"n": len(text)}} for text in texts]
+    jsonl(tmp_path / "rows.jsonl", answered)
 
     def run(code: str, *changes: str, folder: str = "run", resume: bool = False) -> tuple[Rows, Rows]:
         (tmp_path / "mine.py").write_text(code)
         data = f"data={{prompts: '{tmp_path}/rows.jsonl', column: q}}"
         settings = [change.format(mine=tmp_path / "mine.py") for change in changes]
         train(tmp_path / folder, data, "reward.missing_eos_penalty=0", *settings, resume=resume)
-        updates = [row for row in read_jsonl(tmp_path / folder / "metrics.jsonl") if "kl/token" in row]
-        samples = read_jsonl(tmp_path / folder / "samples.jsonl")
-        return updates, [sample for sample in samples if sample["chosen"] != "held out"]
+        samples = rows(tmp_path / folder, "samples.jsonl")
+        return updates(tmp_path / folder), [sample for sample in samples if sample["chosen"] != "held out"]
 
     return run
 
 
-def test_every_response_is_checked_by_the_row_of_its_prompt(
-    checked: Callable[..., tuple[Rows, Rows]], rlhf_kl: Cli, tmp_path: Path
-) -> None:
+def test_every_response_is_checked_by_the_row_of_its_prompt(checked: Checked, rlhf_kl: Cli, tmp_path: Path) -> None:
     terms = "{{one: {{kind: '{mine}:right', weight: 2.0}}, two: {{kind: '{mine}:Right', bonus: 0.5}}}}"
     reward = f"reward={{{{kind: sum, terms: {terms}, gold: '{{mine}}:gold'}}}}"
-    updates, samples = checked(CHECKER, reward)
-    assert [row["objective/gold"] for row in updates] == [1.0] * 6
+    found, samples = checked(CHECKER, reward)
+    assert [row["objective/gold"] for row in found] == [1.0] * 6
     assert all(sample["columns"]["answer"] == sample["prompt"][::-1] for sample in samples)
     assert rlhf_kl("report", tmp_path / "run").code == 0
     assert f"answer: {samples[0]['columns']['answer']}" in (tmp_path / "run" / "report.html").read_text()
     unfinished(tmp_path / "run", tmp_path / "crashed", kept=4)
-    texts = (tmp_path / "rows.jsonl").read_text()
-    (tmp_path / "rows.jsonl").write_text(texts.replace('"answer": "aba"', '"answer": "abb"'))
-    with pytest.raises(InputError, match=r"data\.prompts"):
-        checked(CHECKER, reward, folder="crashed", resume=True)
-    (tmp_path / "rows.jsonl").write_text(texts)
     assert checked(CHECKER, reward, folder="crashed", resume=True)[1] == samples
 
 
-def test_responses_without_a_score_are_left_out(checked: Callable[..., tuple[Rows, Rows]]) -> None:
+def test_responses_without_a_score_are_left_out(checked: Checked) -> None:
     """Half of the prompts have no score. Were they counted as 0, scores and returns would lie between."""
     code = """
 def f(prompts, responses):
     return [None if p[0] in 'ab' else 3.0 + r.count('c') for p, r in zip(prompts, responses)]
 """
-    rows, samples = checked(code, "reward={{kind: '{mine}:f', normalize: false}}", "rollout.reference_samples=256")
-    assert all(0 < row["rollout/unscored"] < 16 and row["objective/scores"] >= 3.0 for row in rows)
-    assert all(row["eval/scores"] >= 3.0 for row in rows if "eval/scores" in row)
+    found, samples = checked(code, "reward={{kind: '{mine}:f', normalize: false}}", "rollout.reference_samples=256")
+    assert all(0 < row["rollout/unscored"] < 16 and row["objective/scores"] >= 3.0 for row in found)
+    assert all(row["eval/scores"] >= 3.0 for row in found if "eval/scores" in row)
     assert all((sample["score"] is None) == (sample["prompt"][0] in "ab") for sample in samples)
 
 
 def test_updates_without_any_score_are_skipped_and_break_nothing(
-    checked: Callable[..., tuple[Rows, Rows]], rlhf_kl: Cli, tmp_path: Path
+    checked: Checked, rlhf_kl: Cli, tmp_path: Path
 ) -> None:
     """Four in a row: numbers that are not finite would have turned the policy back."""
     code = """
@@ -152,11 +134,11 @@ class Scorer:
         self.calls += 1
         return [None if self.calls in (7, 8, 9, 10) else float(len(r)) for r in responses]
 """
-    rows, _ = checked(code, "reward={{kind: '{mine}:Scorer'}}", "eval.every=100")
-    alerts = [alert for row in rows for alert in row["alerts"]]
+    found, _ = checked(code, "reward={{kind: '{mine}:Scorer'}}", "eval.every=100")
+    alerts = [alert for row in found for alert in row["alerts"]]
     assert any(alert.startswith("update-skipped: the reward returned None for all responses: ") for alert in alerts)
     assert not any(alert.startswith("rolled-back") for alert in alerts)
-    assert sorted({row["rollout/unscored"] for row in rows}) == [0, 16]
+    assert sorted({row["rollout/unscored"] for row in found}) == [0, 16]
     assert rlhf_kl("report", tmp_path / "run").code == 0
 
 
@@ -190,23 +172,20 @@ def said(prompts, completions, **kwargs):
 """
 
 
-def test_a_function_for_trl_works_as_it_is(checked: Callable[..., tuple[Rows, Rows]]) -> None:
+def test_a_function_for_trl_works_as_it_is(checked: Checked) -> None:
     right = "{{kind: '{mine}:right', interface: trl, weight: 2.0}}"
     late = "{{kind: '{mine}:late', interface: trl}}"
-    rows, samples = checked(TRL_CHECKER, f"reward={{{{kind: sum, terms: {{{{right: {right}, late: {late}}}}}}}}}")
-    assert [row["log/step"] for row in rows] == [(step + 6) / 2 for step in range(6)]
-    assert all(row["rollout/unscored"] == 0 for row in rows)  # the other term scores them
+    found, samples = checked(TRL_CHECKER, f"reward={{{{kind: sum, terms: {{{{right: {right}, late: {late}}}}}}}}}")
+    assert [row["log/step"] for row in found] == [(step + 6) / 2 for step in range(6)]
+    assert all(row["rollout/unscored"] == 0 for row in found)  # the other term scores them
     for sample in samples:
         length = len(sample["tokens"]) if sample["prompt"][-1] != "d" else 0
         assert sample["score"] == 2.0 * length + len(sample["response"])
         assert sample["columns"]["first"] == sample["response"][:1]
 
 
-def test_a_function_for_trl_gets_messages_where_the_data_are_messages(
-    checked: Callable[..., tuple[Rows, Rows]], tmp_path: Path
-) -> None:
-    rows = [{"q": [{"role": "user", "content": text}]} for text in WORDS]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_function_for_trl_gets_messages_where_the_data_are_messages(checked: Checked, tmp_path: Path) -> None:
+    jsonl(tmp_path / "rows.jsonl", [{"q": [{"role": "user", "content": text}]} for text in WORDS])
     _, samples = checked(TRL_CHECKER, "reward={{kind: '{mine}:said', interface: trl}}")
     for sample in samples:
         assert sample["score"] == len(sample["response"]) + sample["prompt"].count("a")

@@ -13,12 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.load import save_model
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.run import Run
-from tests.runs import rows, unfinished
-
-Train = Callable[..., dict[str, Any]]
+from tests.runs import Killed, Train, rows, unfinished
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -39,10 +38,6 @@ def assert_same_run(one: Path, other: Path) -> None:
         first, second = load_file(one / file), load_file(other / file)
         assert first.keys() == second.keys()
         assert [name for name in first if not torch.equal(first[name], second[name])] == []
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL; real ones are in tests/processes/test_kills.py and scripts/crash_test.py."""
 
 
 DRAWS = """
@@ -110,11 +105,8 @@ def test_one_seed_is_one_run_and_an_evaluation_does_not_disturb_it(train: Train,
     settings = [f"reward.{key}={tmp_path}/draws.py:Drawing" for key in ("kind", "gold")]
     for often in (1, 6):
         train(tmp_path / f"every {often}", *settings, f"eval.every={often}")
-    runs = [
-        [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows(tmp_path / f"every {often}")]
-        for often in (1, 6)
-    ]
-    assert runs[0] == runs[1]
+    for one, other in zip(rows(tmp_path / "every 1"), rows(tmp_path / "every 6"), strict=True):
+        assert {k: v for k, v in one.items() if k in other or not k.startswith("eval/")} == other
     train(tmp_path / "other", *settings, "run.seed=1", "ppo.total_episodes=16")
     assert rows(tmp_path / "other")[0] != rows(tmp_path / "every 1")[0]
 
@@ -122,8 +114,6 @@ def test_one_seed_is_one_run_and_an_evaluation_does_not_disturb_it(train: Train,
 def test_other_content_under_the_same_name_is_refused(
     train: Train, tmp_path: Path, tiny_folder: Path, tiny_data: Any, letters: Any, new_model: Callable[..., Any]
 ) -> None:
-    from rlhf_kl.models.load import save_model
-
     start, own = Path(shutil.copytree(tiny_folder, tmp_path / "start")), tmp_path / "prompts.jsonl"
     own.write_bytes(tiny_data.prompts.read_bytes())
     settings = (f"policy.model='{start}'", f"data.prompts='{own}'", "ppo.total_episodes=32")

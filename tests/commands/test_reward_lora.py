@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ from safetensors.torch import load_file
 from rlhf_kl.build.load import Loader
 from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import load_causal_lm
-from rlhf_kl.run.log import read_jsonl
-from tests.runs import rows
+from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
+from rlhf_kl.models.lora import add_adapter
+from tests.runs import Cli, Train, jsonl, rows, sets
 
 TEXTS = ["abc", "dd", "a", "bcdabcd"]
-Cli = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +26,11 @@ def config(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
     """A classifier of words with an `a`, as an adapter."""
     folder = tmp_path_factory.mktemp("reward-lora")
     texts = ["".join(word) for word in itertools.product("abcd", repeat=3)]
-    labelled = [{"text": text, "label": int("a" in text)} for text in texts]
-    (folder / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    labels = jsonl(folder / "l.jsonl", [{"text": text, "label": int("a" in text)} for text in texts])
     settings = {
         "run": {"device": "cpu"},
         "policy": {"model": str(tiny_folder), "lora": {"r": 4}},
-        "data": {"labels": str(folder / "l.jsonl")},
+        "data": {"labels": labels},
         "reward_model": {"epochs": 12, "batch_size": 8, "microbatch_size": 4, "learning_rate": 2e-2},
         "checkpoint": {"every": 20, "keep": 10},
         "tracking": {"tensorboard": False},
@@ -84,37 +80,27 @@ def test_plain_peft_and_transformers_score_the_same(run: Path, tiny_folder: Path
                 assert float(model(input_ids=ids).logits) == pytest.approx(score, abs=1e-4)
 
 
-def test_train_takes_it_as_its_reward_model(run: Path, train: Callable[..., Any]) -> None:
+def test_train_takes_it_as_its_reward_model(run: Path, train: Train) -> None:
     # A separate value function starts from the reward model.
     train(run.parent / "ppo", f"reward={{kind: model, model: '{run}/final'}}", "policy.value=separate")
-    found = rows(run.parent / "ppo")
-    samples = list(read_jsonl(run.parent / "ppo" / "samples.jsonl"))[:8]
+    samples = rows(run.parent / "ppo", "samples.jsonl")[:8]
     again = Loader().reward_model(str(run / "final"), "reward", ScorerSection())
     expected = again.score([row["prompt"] for row in samples], [row["response"] for row in samples])
     assert [row["score"] for row in samples] == pytest.approx(expected.tolist(), abs=1e-4)
-    assert found[-2]["kl/token"] > 1e-4
+    assert rows(run.parent / "ppo")[-2]["kl/token"] > 1e-4
 
 
 def test_an_adapter_on_an_adapter_is_found_down_to_the_base(
     run: Path, config: Path, tiny_folder: Path, rlhf_kl: Cli, tmp_path: Path
 ) -> None:
-    from rlhf_kl.models.load import load_tokenizer, save_model
-    from rlhf_kl.models.lora import add_adapter
-
-    model = add_adapter(
-        load_causal_lm(str(tiny_folder)),
-        r=2,
-        alpha=4.0,
-        target_modules=None,
-        ref=str(tiny_folder),
-        seed=0,
-    )
+    folder = str(tiny_folder)
+    model = add_adapter(load_causal_lm(folder), r=2, alpha=4.0, target_modules=None, ref=folder, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(1))
-    save_model(model, load_tokenizer(str(tiny_folder)), tmp_path / "adapter")
-    start = ("--set", f"policy.model='{tmp_path}/adapter'", "--set", "reward_model.epochs=1")
+    save_model(model, load_tokenizer(folder), tmp_path / "adapter")
+    start = sets(f"policy.model='{tmp_path}/adapter'", "reward_model.epochs=1")
     options = ("--config", config, "--output-dir", tmp_path / "run", "--quiet", "--merge")
     outcome = rlhf_kl("reward-model", *options, *start)
     assert outcome.code == 0, outcome.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,19 @@ from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.checkpoint import checkpoints
-from tests.runs import rows, unfinished
+from tests.runs import Train, jsonl, rows, unfinished
 
-Run = Callable[..., dict[str, Any]]
 FILES = {"sft": "sft_reviews.yaml", "reward-model": "reward_reviews.yaml"}
 
 
 @pytest.fixture
-def supervised(tiny_folder: Path, tiny_data: Any, tmp_path: Path) -> Run:
+def supervised(tiny_folder: Path, tiny_data: Any, tmp_path: Path) -> Train:
     """`supervised("sft", folder, "sft.epochs=2", resume=True)` on the tiny model and its files."""
-    pairs = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": x + "abcd"[n % 4] * n, "chosen": "a" * n, "rejected": "d" * n} for x in "abcd" for n in range(1, 9)
     ]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {
-        "sft": [f"data.texts='{tiny_data.texts}'", "sft.batch_size=8", "sft.microbatch_size=4"],
-        "reward-model": [
-            f"data.pairs='{pairs}'",
-            "reward_model.batch_size=8",
-            "reward_model.microbatch_size=4",
-        ],
-    }
+    pairs = jsonl(tmp_path / "pairs.jsonl", rows)
+    own = {"sft": f"data.texts='{tiny_data.texts}'", "reward-model": f"data.pairs='{pairs}'"}
 
     def run(kind: Any, folder: Path, *overrides: str, resume: bool = False) -> dict[str, Any]:
         settings = [
@@ -50,7 +40,8 @@ def supervised(tiny_folder: Path, tiny_data: Any, tmp_path: Path) -> Run:
             "run.device=cpu",
             "tracking.tensorboard=false",
             "checkpoint={every: 3, keep: 10}",
-            *own[kind],
+            own[kind],
+            *(f"{kind.replace('-', '_')}.{size}" for size in ("batch_size=8", "microbatch_size=4")),
             *overrides,
         ]
         config = load_config(kind, FILES[kind], settings)
@@ -59,18 +50,29 @@ def supervised(tiny_folder: Path, tiny_data: Any, tmp_path: Path) -> Run:
     return run
 
 
-@pytest.mark.quick
-def test_fine_tuning_goes_on_from_its_model(supervised: Run, tmp_path: Path, tiny_folder: Path) -> None:
-    summary = supervised("sft", tmp_path / "run", "sft.epochs=10")
+RESPONSES = ["data.prompt_column=prompt", "data.response_column=chosen", "eval.max_documents=null", "sft.epochs=8"]
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "share"),
+    [pytest.param(None, ["sft.epochs=10"], 0.7, marks=pytest.mark.quick), ("pairs.jsonl", RESPONSES, 0.8)],
+    ids=["texts", "responses"],
+)
+def test_fine_tuning_goes_on_from_its_model_and_makes_held_out_texts_likelier(
+    supervised: Train, tmp_path: Path, tiny_folder: Path, file: str | None, changes: list[str], share: float
+) -> None:
+    place = [f"data.texts='{tmp_path / file}'"] if file else []
+    summary = supervised("sft", tmp_path / "run", *place, *changes)
     found = rows(tmp_path / "run")
-    assert found[-1]["eval/perplexity"] < 0.7 * found[0]["eval/perplexity"]
+    assert found[-1]["eval/perplexity"] < share * found[0]["eval/perplexity"]
     assert summary["final"]["eval/perplexity"] == found[-1]["eval/perplexity"]
+    assert summary["final"]["eval/loss"] == pytest.approx(math.log(found[-1]["eval/perplexity"]))
     tuned, start = load_causal_lm(str(tmp_path / "run" / "final")), load_causal_lm(str(tiny_folder))
     assert not torch.equal(tuned.lm_head.weight, start.lm_head.weight)
 
 
 @pytest.mark.quick
-def test_a_reward_model_is_one_that_train_accepts(supervised: Run, tmp_path: Path) -> None:
+def test_a_reward_model_is_one_that_train_accepts(supervised: Train, tmp_path: Path) -> None:
     supervised("reward-model", tmp_path / "run", "reward_model.epochs=10")
     found = rows(tmp_path / "run")
     assert found[-1]["eval/accuracy"] == 1.0
@@ -79,7 +81,7 @@ def test_a_reward_model_is_one_that_train_accepts(supervised: Run, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_crashed_run_goes_on_as_if_nothing_had_been(supervised: Run, tmp_path: Path, kind: str) -> None:
+def test_a_crashed_run_goes_on_as_if_nothing_had_been(supervised: Train, tmp_path: Path, kind: str) -> None:
     whole, crashed = tmp_path / "whole", tmp_path / "crashed"
     epochs = f"{kind.replace('-', '_')}.epochs=2"
     supervised(kind, whole, epochs, "eval.every=3")
@@ -93,7 +95,7 @@ def test_a_crashed_run_goes_on_as_if_nothing_had_been(supervised: Run, tmp_path:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_gradients_that_stay_infinite_end_the_run(supervised: Run, tmp_path: Path) -> None:
+def test_gradients_that_stay_infinite_end_the_run(supervised: Train, tmp_path: Path) -> None:
     with pytest.raises(GuardStop, match="3 steps in a row were skipped") as caught:
         supervised("sft", tmp_path / "run", "sft.learning_rate=1e12", "sft.epochs=4", "sft.warmup=0.0")
     assert caught.value.exit_code == 3
@@ -102,32 +104,16 @@ def test_gradients_that_stay_infinite_end_the_run(supervised: Run, tmp_path: Pat
     assert "skipped" in json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"]
 
 
-RESPONSES = [
-    *("data.prompt_column=prompt", "data.response_column=chosen", "eval.max_documents=null"),
-    *("sft.batch_size=8", "sft.microbatch_size=4"),
-]
-
-
-def test_responses_are_learned_and_held_out_ones_become_likelier(supervised: Run, tmp_path: Path) -> None:
-    place = f"data.texts='{tmp_path}/pairs.jsonl'"
-    summary = supervised("sft", tmp_path / "run", place, *RESPONSES, "sft.epochs=8")
-    found = rows(tmp_path / "run")
-    assert found[-1]["eval/perplexity"] < 0.8 * found[0]["eval/perplexity"]
-    assert summary["final"]["eval/loss"] == pytest.approx(math.log(found[-1]["eval/perplexity"]))
-
-
-def test_labelled_texts_make_a_classifier(supervised: Run, tmp_path: Path) -> None:
+def test_labelled_texts_make_a_classifier(supervised: Train, tmp_path: Path) -> None:
     texts = ["".join(word) for word in itertools.product("abcd", repeat=3)]
-    rows = [{"sentence": text, "y": int("a" in text)} for text in texts]
-    (tmp_path / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = f"data={{labels: '{tmp_path}/l.jsonl', text_column: sentence, label_column: y, pairs: null}}"
+    labels = jsonl(tmp_path / "l.jsonl", [{"sentence": text, "y": int("a" in text)} for text in texts])
+    data = f"data={{labels: '{labels}', text_column: sentence, label_column: y, pairs: null}}"
     summary = supervised("reward-model", tmp_path / "run", data, "reward_model.epochs=30")
     assert summary["final"]["eval/accuracy"] == 1.0
     histogram = summary["heldout"]["histogram"]
     assert len(histogram["edges"]) == 21
     assert sum(histogram["label 1"]) + sum(histogram["label 0"]) == 3  # one in twenty of 64
-    scorer = RewardModel(
-        load_reward_model(str(tmp_path / "run" / "final")), load_tokenizer(str(tmp_path / "run" / "final"))
-    )
+    final = str(tmp_path / "run" / "final")
+    scorer = RewardModel(load_reward_model(final), load_tokenizer(final))
     with_it, without = scorer.score(["", ""], ["cab", "cdb"]).tolist()
     assert with_it > 0 > without  # the log-odds of label 1

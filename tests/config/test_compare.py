@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ import yaml
 from rlhf_kl.config.compare import load_compare
 from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import InputError
+from tests.runs import Write
 
 VARIANTS = {"a": {"kl": {"controller": {"coef": 0.1}}}, "b": {"kl": {"controller": {"kind": "static", "coef": 0.1}}}}
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     monkeypatch.chdir(tmp_path)
 
     def make(**keys: Any) -> Path:
@@ -26,7 +26,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     return make
 
 
-def test_every_variant_with_every_seed_pairs_first(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_variant_with_every_seed_pairs_first(write: Write, tmp_path: Path) -> None:
     plan = load_compare(write(), ["ppo.total_episodes=640"])
     assert [run.name for run in plan.runs] == ["a-s0", "b-s0", "a-s7", "b-s7"]
     assert (plan.folder, plan.notes) == (tmp_path / "runs" / "mine", [])
@@ -56,14 +56,14 @@ def test_every_variant_with_every_seed_pairs_first(write: Callable[..., Path], t
         ({"variants": {"a": {}, "b": None}}, "variants: a and b are the same run"),
     ],
 )
-def test_each_mistake_is_one_line(write: Callable[..., Path], keys: dict[str, Any], expected: str) -> None:
+def test_each_mistake_is_one_line(write: Write, keys: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError) as caught:
         load_compare(write(**keys))
     [line] = caught.value.problems
     assert expected in line
 
 
-def test_problems_of_the_command_line(write: Callable[..., Path]) -> None:
+def test_problems_of_the_command_line(write: Write) -> None:
     with pytest.raises(InputError, match="a and b are the same run"):
         load_compare(write(), ["kl.controller={kind: static, coef: 0.3}"])
     with pytest.raises(InputError, match=r"^--set 'foo': write section.key=value$"):
@@ -72,22 +72,20 @@ def test_problems_of_the_command_line(write: Callable[..., Path]) -> None:
         load_compare(write(), [], seed=2**32)
 
 
-def test_runs_with_different_prompts_are_noted(write: Callable[..., Path]) -> None:
+def test_runs_with_different_prompts_are_noted(write: Write) -> None:
     [note] = load_compare(write(variants={"a": {}, "b": {"rollout": {"batch_size": 128}}})).notes
     assert note == "a and b do not see the same prompts in the same order (rollout.batch_size: 64 -> 128): unpaired"
 
 
 @pytest.mark.parametrize(("name", "runs"), [("compare_adaptive_vs_static.yaml", 30), ("sweep_beta.yaml", 18)])
-def test_the_shipped_comparisons(name: str, runs: int, write: Callable[..., Path]) -> None:
+def test_the_shipped_comparisons(name: str, runs: int, write: Write) -> None:
     plan = load_compare(name)
     assert (len(plan.runs), plan.notes) == (runs, [])
     assert len({run.config.kl.ceiling_value for run in plan.runs}) == 1  # or the KL of one side is kept by it
 
 
 @pytest.mark.parametrize(("file", "command"), [("smoke.yaml", "train"), ("own.yaml", "sft")])
-def test_the_config_of_another_command_is_one_line(
-    file: str, command: str, write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_config_of_another_command_is_one_line(file: str, command: str, write: Write, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("extends: sft_reviews.yaml\n")  # has no section of its own
     with pytest.raises(InputError, match=f"{file} is a config for `rlhf-kl {command}`, not for `rlhf-kl compare`"):
         load_compare(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.schema import MODELS, Kind, Section, SFTConfig, TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError
+from tests.runs import Write
 
-Write = Callable[..., Path]
 SHIPPED = [path for path in sorted(shipped_configs().glob("*.yaml")) if "variants" not in path.read_text()]
 
 
@@ -45,9 +44,6 @@ def problems(text: str, write: Write, *overrides: str, kind: Kind = "train") -> 
         load_config(kind, write(text=text), list(overrides))  # type: ignore[call-overload]
     assert all("\n" not in line for line in caught.value.problems)
     return caught.value.problems
-
-
-# ---- finding ----
 
 
 def test_a_name_is_looked_up_here_then_in_configs_then_among_the_shipped(write: Write) -> None:
@@ -231,8 +227,6 @@ def test_every_key_refuses_what_no_key_can_be(model: type[Section], value: Any) 
         assert any(line.startswith(key) for line in caught.value.problems), (key, caught.value.problems)
 
 
-# ---- a policy of the user's own takes nothing from the built-in world ----
-
 NAMED = {
     "policy.model": "policy: {model: owner/mine}",
     "reward.model": "reward: {model: owner/classifier}",
@@ -275,9 +269,6 @@ def test_a_built_in_policy_brings_its_own_world(write: Write) -> None:
     assert [term.model for term in found.values()] == ["builtin:reviews", None]
 
 
-# ---- paths ----
-
-
 def test_paths_are_tried_from_the_file_then_from_here_and_stored_absolute(write: Write, here: Path) -> None:
     for name in ("both.txt", "sub/both.txt", "only_here.txt", "sub/model/config.json", "sub/mine.py"):
         write(name, "class Law: ...\n")
@@ -293,19 +284,10 @@ def test_paths_are_tried_from_the_file_then_from_here_and_stored_absolute(write:
     assert load_config("train", here / "x.yaml", ["data.prompts=both.txt"]).data.prompts == str(here / "both.txt")
 
 
-def test_a_plugin_that_has_gone_is_read_from_its_copy_beside_the_runs_config(write: Write, here: Path) -> None:
-    write("run/mine.py", "class Law: ...\n")
-    config = write("run/config.yaml", f"kl: {{controller: {{kind: '{here}/gone/mine.py:Law'}}}}\n")
-    assert load_config("train", config).kl.controller.kind == f"{here}/run/mine.py:Law"
-
-
 def test_the_run_folder_is_absolute_and_follows_the_name(write: Write, here: Path) -> None:
     assert load_config("train", write("mine.yaml")).run.output_dir == str(here / "runs/mine")
     assert load_config("train", write(), ["run.name=other"]).run.output_dir == str(here / "runs/other")
     assert load_config("train", write(), ["run.output_dir=out"]).run.output_dir == str(here / "out")
-
-
-# ---- out again ----
 
 
 PLUGINS = ["reward.kind=mine.py:f", "reward.slope=2", "kl.controller={kind: pid, kp: 0.25, max_coef: 3}"]

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_kl.report.compare import Comparison, read_comparison
+from tests.runs import Rows, Write
 
 LENGTH = 60
 TWO = {
@@ -20,9 +20,7 @@ TWO = {
 
 
 @pytest.fixture
-def grid(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., list[dict[str, Any]]]
-) -> Callable[..., Comparison]:
+def grid(write_run: Write, metrics_rows: Rows) -> Callable[..., Comparison]:
     """`grid({"static-1x": ("fixed", 0.2, 0.1)}, seeds=5)`: runs that climb to a KL and stay there (default: `TWO`).
 
     kind, beta, and the KL per token at the end; each seed ends one percent higher than the one before. The score

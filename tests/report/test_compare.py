@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +12,12 @@ from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.page import compare_page
 from rlhf_kl.report.sweep import sweep_of
 from rlhf_kl.report.verdict import judge
+from tests.runs import Rows, Write
 
 Grid = Callable[..., Comparison]
 
 
-def test_variants_and_families_follow_from_the_configs(grid: Grid) -> None:
+def test_variants_families_and_figures_follow_from_configs_and_rows(grid: Grid) -> None:
     comparison = grid(seeds=2)
     assert [variant.name for variant in comparison.variants] == [
         "adaptive-0.1x", "adaptive-1x", "static-0.1x", "static-1x", "static-10x",
@@ -25,6 +25,15 @@ def test_variants_and_families_follow_from_the_configs(grid: Grid) -> None:
     assert {name: len(members) for name, members in comparison.families.items()} == {"adaptive": 2, "static": 3}
     assert (comparison.target, comparison.unit, comparison.seeds, comparison.notes) == (0.1, "token", [0, 1], [])
     assert [variant.name for variant in comparison.sweep] == ["static-0.1x", "static-1x", "static-10x"]  # by beta
+    document = comparison.to_json(["one", "two"])
+    assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "recommended", "notes"}
+    assert document["verdict"] == "one\ntwo"
+    static = document["variants"]["static-1x"]
+    assert set(static) == {"family", "seeds", "mean", "sd"}
+    keys = {"tail_error", "time_in_band", "peak", "kl", "scores", "gold", "perplexity"}
+    assert keys <= set(static["seeds"]["0"])
+    assert static["mean"]["kl"] == pytest.approx(0.1005)
+    assert static["sd"]["kl"] == pytest.approx(0.001 / math.sqrt(2))
 
 
 def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
@@ -54,22 +63,7 @@ def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> 
     assert high[-1] - low[-1] == pytest.approx(2 * 0.001 / math.sqrt(2))
 
 
-def test_compare_json(grid: Grid) -> None:
-    comparison = grid(seeds=2)
-    document = comparison.to_json(["one", "two"])
-    assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "recommended", "notes"}
-    static = document["variants"]["static-1x"]
-    assert set(static) == {"family", "seeds", "mean", "sd"}
-    keys = {"tail_error", "time_in_band", "peak", "kl", "scores", "gold", "perplexity"}
-    assert keys <= set(static["seeds"]["0"])
-    assert static["mean"]["kl"] == pytest.approx(0.1005)
-    assert static["sd"]["kl"] == pytest.approx(0.001 / math.sqrt(2))
-    assert document["verdict"] == "one\ntwo"
-
-
-def test_what_cannot_be_compared(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_compared(write_run: Write, metrics_rows: Rows, tmp_path: Path) -> None:
     rows = metrics_rows([0.1] * 4)
     one, again = write_run("a", rows), write_run("b", rows)
     with pytest.raises(InputError, match="are the same run: a, seed 0"):
@@ -82,9 +76,7 @@ def test_what_cannot_be_compared(
     assert compare_page(begun, "early", judge(begun), tmp_path).count("<svg") == 2 + 4
 
 
-def test_scores_on_different_scales_are_not_compared(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any]
-) -> None:
+def test_scores_on_different_scales_are_not_compared(write_run: Write, metrics_rows: Rows) -> None:
     paths = []
     for name, kl, section in (("a-1", 0.1, {}), ("b-1", 0.05, {"clip": 3.0}), ("b-2", 0.2, {"clip": 3.0})):
         config = {"reward": section, "kl": {"controller": {"kind": "fixed", "coef": kl}}}
@@ -94,9 +86,7 @@ def test_scores_on_different_scales_are_not_compared(
     assert "scores of a-1 and b-1 are not comparable at equal KL: reward.clip: 5.0 -> 3.0" in comparison.notes
 
 
-def test_a_sweep_of_targets_names_the_one_with_the_highest_gold(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any]
-) -> None:
+def test_a_sweep_of_targets_names_the_one_with_the_highest_gold(write_run: Write, metrics_rows: Rows) -> None:
     paths = []
     for target, golds in {0.05: (0.9, 1.1), 0.1: (2.6, 3.2), 0.2: (2.9, 3.1), 0.4: (-0.1, 0.1)}.items():
         for seed, gold in enumerate(golds):

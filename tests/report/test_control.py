@@ -4,13 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.report.control import (
-    closing_figures,
-    control_figures,
-    is_update,
-    verdict_text,
-    worth,
-)
+from rlhf_kl.report.control import closing_figures, control_figures, is_update, verdict_text, worth
 
 
 def test_the_closing_evaluation_is_no_update() -> None:

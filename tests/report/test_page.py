@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rlhf_kl.commands.report import write_comparison
 from rlhf_kl.report.compare import read_comparison
 from rlhf_kl.report.page import report_page
 from rlhf_kl.report.run import read_run
+from tests.runs import Rows, Write
 
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
 TILT = [{"coef": 0.1 * i, "kl": 2.0 / i**2, "gain": 2.0 / i} for i in range(1, 12)]
@@ -41,7 +41,7 @@ def held_out(steps: list[int], last: str = "good") -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def page(write_run: Callable[..., Path], metrics_rows: Callable[..., Any]) -> str:
+def page(write_run: Write, metrics_rows: Rows) -> str:
     """The report of a run full of hostile text."""
     rows = metrics_rows(KLS)
     rows[12]["alerts"] = [f"kl-spike: {HOSTILE}"]
@@ -85,15 +85,13 @@ def test_the_first_screen_answers(page: str) -> None:
     assert "Samples of the training batches" in rest
 
 
-def test_a_run_that_has_only_begun(write_run: Callable[..., Path]) -> None:
+def test_a_run_that_has_only_begun(write_run: Write) -> None:
     text = report_page(read_run(write_run("empty")), refresh=10)
     assert "unfinished: 0 of 60 updates" in text
     assert '<meta http-equiv="refresh" content="10">' in text
 
 
-def test_the_page_and_the_pictures_of_a_comparison(
-    write_run: Callable[..., Path], metrics_rows: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_rows: Rows, tmp_path: Path) -> None:
     for name, kind, coef, kl in [
         ("adaptive", "adaptive", 0.2, 0.1), ("$<b>static<i>$-0.1x", "fixed", 0.02, 3.0),
         ("$<b>static<i>$-1x", "fixed", 0.2, 0.1), ("$<b>static<i>$-10x", "fixed", 2.0, 0.01),

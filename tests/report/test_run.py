@@ -1,20 +1,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.run import read_run
+from tests.runs import Rows, Write
 
-Rows = Callable[..., list[dict[str, Any]]]
 SIXTY = {"ppo": {"total_episodes": 3840}}
 
 
-def test_figures_of_a_finished_run(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+def test_figures_of_a_finished_run(write_run: Write, metrics_rows: Rows) -> None:
     rows = metrics_rows([0.0] * 10 + [0.2] * 10 + [0.1] * 40)
     run = read_run(write_run("done", rows, config=SIXTY, summary={}))
     assert (run.status, run.notes, len(run.updates), len(run.evaluations)) == ("finished", [], 60, 7)
@@ -29,7 +27,7 @@ def test_figures_of_a_finished_run(write_run: Callable[..., Path], metrics_rows:
     assert figures["perplexity_cost"] == pytest.approx(3.1 / 3.0 - 1)
 
 
-def test_a_run_that_is_cut_off_and_one_that_a_guard_stopped(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+def test_a_run_that_is_cut_off_and_one_that_a_guard_stopped(write_run: Write, metrics_rows: Rows) -> None:
     folder = write_run("torn", metrics_rows([0.1] * 12, evaluated=False), samples=[])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "kl/tok')
@@ -48,7 +46,7 @@ def test_a_run_that_is_cut_off_and_one_that_a_guard_stopped(write_run: Callable[
 
 
 def test_gains_are_over_the_reference_s_own_samples_or_else_the_first_update(
-    write_run: Callable[..., Path], metrics_rows: Rows
+    write_run: Write, metrics_rows: Rows
 ) -> None:
     summary, rows = {"reference": {"scores_shaped": -0.5, "gold": None}}, metrics_rows([0.1] * 60)
     run = read_run(write_run("done", rows, config=SIXTY, summary=summary))
@@ -57,7 +55,7 @@ def test_gains_are_over_the_reference_s_own_samples_or_else_the_first_update(
     assert other.gain("objective/gold") is None
 
 
-def test_a_kl_that_was_not_finite(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+def test_a_kl_that_was_not_finite(write_run: Write, metrics_rows: Rows) -> None:
     rows = metrics_rows([0.1] * 60)
     rows[59] |= {"kl/token": None, "kl/exact": None, "kl/sequence": None, "kl/error": None}
     figures = read_run(write_run("nan", rows, config=SIXTY)).figures
@@ -76,7 +74,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_gold_turns_over_where_its_parabola_does(write_run: Callable[..., Path], metrics_rows: Rows) -> None:
+def test_gold_turns_over_where_its_parabola_does(write_run: Write, metrics_rows: Rows) -> None:
     """Gold is 0.5 d - 0.1 d^2 with d = sqrt(2 KL): highest at d = 2.5."""
     run = read_run(write_run("run", metrics_rows([0.005 * i for i in range(60)])))
     kl, gold = max(run.gains_by_kl("objective/gold"), key=lambda point: point[1])

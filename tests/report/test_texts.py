@@ -1,21 +1,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from rlhf_kl.report.texts import across, answers, held_out_texts
+from tests.runs import Write
 
-Rows = list[dict[str, Any]]
 
-
-def rows(prompt: str, *responses: str) -> Rows:
+def rows(prompt: str, *responses: str) -> list[dict[str, Any]]:
     """The reference's response, which is the policy's first, and those that follow every ten updates."""
-    made: Rows = [
+    made: list[dict[str, Any]] = [
         {"step": 1 + 10 * i, "prompt": prompt, "response": response, "chosen": "held out", "score": i, "kl": 1.5 * i}
         for i, response in enumerate(responses)
     ]
@@ -24,24 +21,21 @@ def rows(prompt: str, *responses: str) -> Rows:
 
 
 @pytest.fixture
-def folder(write_run: Callable[..., Path]) -> Callable[..., Path]:
+def folder(write_run: Write) -> Write:
     trained = {"step": 1, "prompt": "p", "response": "trained on", "chosen": "first", "score": 0.0, "tokens": []}
     return lambda name, *prompts: write_run(name, [], [trained, *(row for each in prompts for row in each)])
 
 
-def test_before_on_the_way_and_after(folder: Callable[..., Path]) -> None:
+def test_before_on_the_way_and_after(folder: Write) -> None:
     one, other = held_out_texts(folder("run", rows("p", "a", "b", "c"), rows("q", "d", "e")))
     assert (one["prompt"], one["reference"]["text"]) == ("p", "a")
-    assert [(text["step"], text["text"], text["kl"]) for text in one["policy"]] == [
-        (1, "a", 0),
-        (11, "b", 1.5),
-        (21, "c", 3),
-    ]
+    found = [(text["step"], text["text"], text["kl"]) for text in one["policy"]]
+    assert found == [(1, "a", 0), (11, "b", 1.5), (21, "c", 3)]
     assert [text["text"] for text in other["policy"]] == ["d", "e"]
     assert held_out_texts(folder("new")) == []
 
 
-def test_a_prompt_that_all_runs_have(folder: Callable[..., Path]) -> None:
+def test_a_prompt_that_all_runs_have(folder: Write) -> None:
     one, other = folder("one", rows("o", "x"), rows("p", "a", "b")), folder("other", rows("p", "a", "c"))
     found = across({"low": one, "high": other})
     assert found is not None
@@ -51,9 +45,7 @@ def test_a_prompt_that_all_runs_have(folder: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(("width", "beside"), [(80, True), (50, False)])
-def test_two_texts_stand_beside_each_other_where_there_is_room(
-    folder: Callable[..., Path], width: int, beside: bool
-) -> None:
+def test_two_texts_stand_beside_each_other_where_there_is_room(folder: Write, width: int, beside: bool) -> None:
     texts = held_out_texts(folder("run", rows("p", "before " * 20, "\x1b[2Jafter " * 20)))
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(answers(texts))

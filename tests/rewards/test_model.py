@@ -24,37 +24,34 @@ def scores(model: RewardModel, prompts: list[str], responses: list[str]) -> list
     return model.score(prompts, responses).tolist()
 
 
-def test_a_score_is_the_classifiers_logit_at_the_eos(model: RewardModel) -> None:
-    ids = torch.tensor([[1, 3, 4, 5, 6, 2]])  # bos abcd eos
-    with torch.no_grad():
-        hidden = model.model.base_model(input_ids=ids).last_hidden_state[0, -1]
-        expected = float(model.model.score(hidden))
-    assert scores(model, ["ab"], ["cd"]) == pytest.approx([expected], abs=1e-5)
-    assert scores(model, ["ab"], ["c"]) != pytest.approx([expected], abs=1e-5)
+def test_a_score_is_the_classifiers_logit_at_the_eos_or_at_the_end_of_the_text(model: RewardModel) -> None:
+    bare = RewardModel(model.model, model.tokenizer, form=TextFormat(append_eos=False))
+    for reward, ids in ((model, [1, 3, 4, 5, 6, 2]), (bare, [1, 3, 4, 5, 6])):  # bos abcd eos
+        assert reward.encode(["ab"], ["cd"]) == [ids]
+        with torch.no_grad():
+            hidden = model.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+            expected = float(model.model.score(hidden))
+        assert scores(reward, ["ab"], ["cd"]) == pytest.approx([expected], abs=1e-5)
+        assert scores(reward, ["ab"], ["c"]) != pytest.approx([expected], abs=1e-5)
 
 
-def test_batches_and_order_change_nothing(model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = ["a", "abcd", "bb", "d", "cab"]
-    responses = ["b", "", "dcbadcba", "a", "cc"]
-    together = scores(model, prompts, responses)
-    alone = [scores(model, [p], [r])[0] for p, r in zip(prompts, responses, strict=True)]
+PROMPTS = ["a", "abcd", "bb", "d", "cab"]
+RESPONSES = ["b", "", "dcbadcba", "a", "cc"]
+
+
+def test_batches_order_and_smaller_passes_change_nothing(
+    model: RewardModel, monkeypatch: pytest.MonkeyPatch, smaller_passes: Callable[[], list[int]]
+) -> None:
+    together = scores(model, PROMPTS, RESPONSES)
+    alone = [scores(model, [p], [r])[0] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5)
     monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 2)
-    assert scores(model, prompts[::-1], responses[::-1]) == pytest.approx(together[::-1], abs=1e-5)
-
-
-def test_a_process_without_texts_has_no_scores(model: RewardModel) -> None:
-    assert scores(model, [], []) == []
-
-
-def test_smaller_passes_change_no_score(
-    model: RewardModel, smaller_passes: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert scores(model, PROMPTS[::-1], RESPONSES[::-1]) == pytest.approx(together[::-1], abs=1e-5)
     monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 8)
-    prompts, responses = ["a", "abcd", "bb", "d", "cab"], ["b", "", "dcbadcba", "a", "cc"]
-    before, passes = scores(model, prompts, responses), smaller_passes()
-    assert scores(model, prompts, responses) == pytest.approx(before, abs=1e-5)
+    passes = smaller_passes()
+    assert scores(model, PROMPTS, RESPONSES) == pytest.approx(together, abs=1e-5)
     assert max(passes) == 1
+    assert scores(model, [], []) == []  # as a process without texts has
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -62,18 +59,17 @@ def test_kept_states_are_those_of_each_text_alone(
     model: RewardModel, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In passes of any size, with the longest text between others; keeping them changes no score."""
-    prompts, responses = ["a", "abcd", "bb", "d"], ["b", "dcbadcba", "", "a"]
-    expected = scores(model, prompts, responses)
+    expected = scores(model, PROMPTS, RESPONSES)
     monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", rows)
     keeping = RewardModel(model.model, model.tokenizer)
     keeping.keeps_states = True
-    assert scores(keeping, prompts, responses) == pytest.approx(expected, abs=1e-5)
-    assert [text.ids for text in keeping.kept] == model.encode(prompts, responses)
+    assert scores(keeping, PROMPTS, RESPONSES) == pytest.approx(expected, abs=1e-5)
+    assert [text.ids for text in keeping.kept] == model.encode(PROMPTS, RESPONSES)
     for text in keeping.kept:
         with torch.no_grad():
             own = model.model.base_model(input_ids=torch.tensor([text.ids])).last_hidden_state[0]
         torch.testing.assert_close(text.states, own[text.first :], rtol=1e-4, atol=1e-5)
-    assert [text.first for text in keeping.kept] == [len(prompt) for prompt in prompts]  # its last token; a bos is 0
+    assert [text.first for text in keeping.kept] == [len(prompt) for prompt in PROMPTS]  # its last token; a bos is 0
     assert model.kept == []
 
 
@@ -120,8 +116,7 @@ def test_the_head_of_a_bfloat16_model_computes_in_float32(model: RewardModel) ->
         shifted.score.weight[0, 0] = -70.0
     half = RewardModel(shifted, model.tokenizer, dtype=torch.bfloat16)
     half.keeps_states = True
-    prompts, responses = ["a", "abcd", "bb"], ["b", "dcbadcba", ""]
-    found = scores(half, prompts, responses)
+    found = scores(half, PROMPTS, RESPONSES)
     last = torch.stack([text.states[-1] for text in half.kept]).double()
     expected = (last @ shifted.score.weight.double().T).squeeze(1).tolist()
     assert found == pytest.approx(expected, abs=1e-4)
@@ -134,15 +129,6 @@ def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:
     assert len(row) == 32
     assert row[-3:] == [6, 6, 2]
     assert scores(model, [long], ["dd"]) == pytest.approx(scores(model, ["c" + long], ["dd"]), abs=1e-5)
-
-
-def test_a_classifier_may_end_on_the_text_itself(model: RewardModel, tiny_reward_folder: Path) -> None:
-    folder = str(tiny_reward_folder)
-    bare = RewardModel(load_reward_model(folder), load_tokenizer(folder), form=TextFormat(append_eos=False))
-    assert bare.encode(["ab"], ["c"]) == [[1, 3, 4, 5]]
-    with torch.no_grad():
-        hidden = model.model.base_model(input_ids=torch.tensor([[1, 3, 4, 5]])).last_hidden_state[0, -1]
-        assert scores(bare, ["ab"], ["c"]) == pytest.approx([float(model.model.score(hidden))], abs=1e-5)
 
 
 def test_the_format_is_what_is_asked_for_then_what_the_folder_says(model: RewardModel) -> None:
@@ -174,15 +160,17 @@ def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, lett
     assert scores(scorer, ["a"], ["b"]) == pytest.approx([float(torch.log(odds[2] / (1 - odds[2])))], abs=1e-5)
 
 
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+
+
 @pytest.mark.parametrize(("named", "read"), [(None, 16), (12, 12), (500, 16)])
 def test_a_roberta_reads_as_much_as_it_has_positions_for(letters: Any, named: int | None, read: int) -> None:
     """Its positions begin behind the pad id. It reads no more than its tokenizer's limit either."""
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-    config = RobertaConfig(vocab_size=7, num_labels=1, max_position_embeddings=18, **special, **sizes)
+    config = RobertaConfig(vocab_size=7, num_labels=1, max_position_embeddings=18, **special, **SIZES)
     tokenizer = copy.deepcopy(letters)
     if named is not None:
         tokenizer.model_max_length = named
@@ -197,8 +185,7 @@ def test_an_encoder_brings_its_own_special_tokens(letters: Any) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    config = BertConfig(vocab_size=7, num_labels=1, max_position_embeddings=6, pad_token_id=0, **sizes)
+    config = BertConfig(vocab_size=7, num_labels=1, max_position_embeddings=6, pad_token_id=0, **SIZES)
     encoder = BertForSequenceClassification(config).eval()
     tokenizer = copy.deepcopy(letters)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 import time
@@ -14,10 +15,7 @@ import torch
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import filled
 from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TRLReward
-from rlhf_kl.types import Prompts, Responses
-
-RESPONSES = ["first", "second", "third"]
-BATCH = Responses(Prompts(["p", "q", "r"], [[]] * 3, [{}] * 3, [()] * 3), RESPONSES, [[1], [2], [3]])
+from tests.made import BATCH
 
 
 def problem(reward: Callable[..., Any]) -> str:
@@ -31,45 +29,47 @@ def returns(value: Any) -> Callable[..., Any]:
     return lambda prompts, responses: value
 
 
-# ---- scores
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "high", [1.0], 1e300])
-def test_a_score_that_is_no_finite_number_names_its_sample(value: Any) -> None:
-    message = problem(returns([1.0, value, 2.0]))
-    assert "'second'" in message
-    assert repr(value) in message
-
-
-def test_something_that_is_not_one_number_a_response() -> None:
-    assert "returned 2 scores for 3 responses" in problem(returns([1.0, 2.0]))
-    assert "returned NoneType, not one number per response" in problem(returns(None))
-    assert "not a finite number" in problem(returns(torch.zeros(3, 2)))
+NAN = float("nan")
+NO_NUMBERS = [None, "123", dict.fromkeys(BATCH.texts, 1.0), {1.0, 2.0, 3.0}, frozenset({1.0}), {1.0: 0}.keys()]
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "words"),
     [
-        dict.fromkeys(RESPONSES, 1.0),
-        {1.0, 2.0, 3.0},
-        frozenset({1.0, 2.0, 3.0}),
-        {1.0: 0, 2.0: 0, 3.0: 0}.keys(),
-        "123",
+        *(([1.0, x, 2.0], f"of 'second' is {x!r}, not a finite") for x in (NAN, math.inf, "high", [1.0], 1e300)),
+        (torch.zeros(3, 2), "not a finite number"),
+        ([1.0, 2.0], "returned 2 scores for 3 responses"),
+        *((value, f"returned {type(value).__name__}, not one number per response") for value in NO_NUMBERS),
     ],
-    ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_score_in_the_place_of_each_response_is_refused(value: Any) -> None:
-    name = type(value).__name__
-    assert f"returned {name}, not one number per response" in problem(returns(value))
-    with pytest.raises(InputError, match=f"returned {name}, not one number per response"):
-        TRLReward(lambda prompts, completions: value)(BATCH)
+def test_what_is_not_one_finite_number_in_the_place_of_each_response_is_refused(value: Any, words: str) -> None:
+    assert words in problem(returns(value))
+    if "not one number" in words:
+        with pytest.raises(InputError, match=words):
+            TRLReward(lambda prompts, completions: value)(BATCH)
 
 
 @pytest.mark.parametrize(
-    "value", [[True, False, None], np.array([True, False, False]), torch.tensor([True, False, False]), [1.0, 0.0, 0.0]]
+    ("value", "scores"),
+    [
+        *((make([1, 2.0, -3.5]), [1.0, 2.0, -3.5]) for make in (list, tuple, torch.tensor, np.array)),
+        ((torch.tensor(x) for x in (1, 2.0, -3.5)), [1.0, 2.0, -3.5]),
+        ([True, False, None], [1.0, 0.0, NAN]),
+        (np.array([True, False, False]), [1.0, 0.0, 0.0]),
+        (torch.tensor([True, False, False]), [1.0, 0.0, 0.0]),
+    ],
 )
-def test_true_is_one_and_false_is_zero(value: Any) -> None:
-    assert PluginReward(returns(value))(BATCH)[:2].tolist() == [1.0, 0.0]
+def test_numbers_of_every_make_are_taken_and_none_is_no_score(value: Any, scores: list[float]) -> None:
+    found = PluginReward(returns(value))(BATCH)
+    assert (found.dtype, found.tolist()) == (torch.float32, pytest.approx(scores, nan_ok=True))
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([1.0, np.nan]), [np.True_, np.float32("nan")], torch.tensor([1.0, NAN]), (True, None)]
+)
+def test_for_trl_true_is_one_and_nan_no_score(value: Any) -> None:
+    scores = TRLReward(lambda prompts, completions: value)(BATCH.first(2))
+    assert scores.tolist() == pytest.approx([1.0, NAN], nan_ok=True)
 
 
 @pytest.mark.parametrize("limit", [None, 60.0])
@@ -100,24 +100,6 @@ def test_whatever_it_raises_is_told_with_its_line() -> None:
     assert "raised SystemExit: 3 (test_plugin.py:" in problem(leaves)
 
 
-@pytest.mark.parametrize("make", [tuple, torch.tensor, np.array, lambda numbers: (torch.tensor(x) for x in numbers)])
-def test_numbers_of_every_make_are_taken(make: Callable[..., Any]) -> None:
-    scores = PluginReward(returns(make([1, 2.0, -3.5])))(BATCH)
-    assert (scores.dtype, scores.tolist()) == (torch.float32, [1.0, 2.0, -3.5])
-    assert PluginReward(returns([1, 2.0, None]))(BATCH).isnan().tolist() == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.array([1.0, np.nan]), [np.True_, np.float32("nan")], torch.tensor([1.0, float("nan")]), (True, None)],
-    ids=["numpy", "scalars", "torch", "tuple"],
-)
-def test_for_trl_true_is_one_and_nan_no_score(value: Any) -> None:
-    scores = TRLReward(lambda prompts, completions: value)(BATCH.first(2))
-    assert scores[0] == 1.0
-    assert scores[1].isnan()
-
-
 def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-123456")
     options = filled({"key": "${MY_KEY}"})
@@ -133,9 +115,6 @@ def test_what_it_raises_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
             PluginReward(attribute, options)(BATCH)
         assert "sk-" not in str(caught.value)
-
-
-# ---- threads
 
 
 class KeepsATable:
@@ -182,9 +161,6 @@ def test_a_call_that_takes_too_long_is_given_up_and_the_next_one_works() -> None
     assert thread.call(5.0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         thread.call(5.0, lambda: 1 / 0)
-
-
-# ---- state
 
 
 class Holds:

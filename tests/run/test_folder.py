@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.folder import (
-    RunFolder,
-    lock_run_folder,
-    newest_run,
-    sweep,
-    write_atomic,
-    write_folder,
-)
+from rlhf_kl.run.folder import RunFolder, lock_run_folder, newest_run, sweep, write_atomic, write_folder
 from rlhf_kl.run.log import write_json
 
 
@@ -35,9 +28,6 @@ def make_run(path: Path) -> RunFolder:
         place.mkdir(parents=True, exist_ok=True)
         (place / "file").write_text("x")
     return folder
-
-
-# ---- a run's folder
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
@@ -65,6 +55,8 @@ def test_resume_leaves_everything_but_what_killed_processes_left(tmp_path: Path)
     open_folder(tmp_path, resume=True)
     assert folder.holds_run
     assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / ".rlhf-kl.lock").unlink()  # a copy without its dotfiles is a run still
+    open_folder(tmp_path, resume=True)
 
 
 def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
@@ -91,12 +83,6 @@ def test_a_strangers_folder_is_refused_with_any_option(tmp_path: Path, name: str
         with pytest.raises(InputError, match="not a run"):
             open_folder(tmp_path, **options)
     assert [p.name for p in tmp_path.iterdir()] == [name]
-
-
-def test_a_copied_run_without_dotfiles_is_still_a_run(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text("")
-    open_folder(tmp_path, resume=True)
 
 
 def test_places_that_cannot_be_written_are_input_errors(tmp_path: Path) -> None:
@@ -160,9 +146,6 @@ def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatc
     for stopped_by in (None, "KL above the ceiling"):
         write_json(folder.summary, {"stopped_by": stopped_by})
         assert folder.finished_summary() == (None if stopped_by else {"stopped_by": None})
-
-
-# ---- files and folders that are whole
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

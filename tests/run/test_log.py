@@ -243,9 +243,6 @@ def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, spec: Module
         check_installed(["wandb"])
 
 
-# ---- times
-
-
 def test_seconds_add_up_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 5.0, 9.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -25,6 +26,7 @@ from rlhf_kl.run import run as run_module
 from rlhf_kl.run.checkpoint import checkpoints, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
 from rlhf_kl.run.run import Run, open_run
+from tests.runs import Killed
 
 
 class Counter:
@@ -94,10 +96,6 @@ def test_the_seconds_of_earlier_parts_count(work: Work, tmp_path: Path, crashed:
     (state,) = checkpoints(crashed / "checkpoints")[-1].path.glob("state.json")
     state.write_text(json.dumps(json.loads(state.read_text()) | {"seconds": 1000.0}))
     assert work(crashed.name, resume=True)["seconds"] > 1000.0
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
 
 
 def die(run: Run, step: int) -> None:
@@ -338,23 +336,43 @@ def test_what_may_not_be_saved_is_not_saved(work: Work, tmp_path: Path) -> None:
 # ---- disks and folders
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_row_that_cannot_be_written_ends_the_run_in_one_line(
-    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = JsonlWriter.write
 
     def fails(self: JsonlWriter, row: Any) -> None:
         if self.path.name == "metrics.jsonl" and row["step"] == 5:
-            raise OSError(number, os.strerror(number), str(self.path))
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
         write(self, row)
 
     with monkeypatch.context() as patch:
         patch.setattr(JsonlWriter, "write", fails)
-        with pytest.raises(RunFailed, match=r"metrics\.jsonl.*step 4 is complete: --resume goes on") as caught:
+        with pytest.raises(RunFailed, match=r"metrics\.jsonl: Input/output error; .*step 4 is complete: --resume goes"):
             work("run")
-    assert caught.value.exit_code == 1
-    assert ("MB are free" in str(caught.value)) == (number == errno.ENOSPC)
+    work("run", resume=True)
+    assert left(tmp_path / "run") == whole
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_names_what_to_free(
+    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, unlimited = run_module.save_checkpoint, resource.RLIM_INFINITY
+
+    def limited(folder: Path, step: int, *parts: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if step == 6 else unlimited, unlimited))
+        try:
+            return save(folder, step, *parts)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+    words = r"step-000006: File too large: a checkpoint takes 0\.0 MB, .* MB are free.*step 4 is complete"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "save_checkpoint", limited)
+        with pytest.raises(RunFailed, match=words):
+            work("run")
+    assert steps_of(tmp_path / "run") == [2, 4]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
     work("run", resume=True)
     assert left(tmp_path / "run") == whole
 
