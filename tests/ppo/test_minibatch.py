@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer, Update
 from rlhf_kl.types import RolloutBatch
-
-Make = Callable[..., Any]
-
-
-def weights(module: Any) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+from tests.made import Make, row_of, weights
 
 
 def plain_sgd(modules: Any) -> Any:
@@ -156,7 +150,7 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
         sizes: list[int] = []
         for model in (trainer.model.policy.module, trainer.reference.lm.module):
             model.lm_head.register_forward_hook(lambda _head, _args, output, to=sizes: to.append(len(output)))
-        rows.append([update_row(trainer.update(step), trainer.config) for step in (1, 2)])
+        rows.append([row_of(trainer, step) for step in (1, 2)])
     assert max(sizes) == 20
     assert min(row["kl/backtrack_factor"] for row in rows[0]) < 1
     for whole, chunked in zip(*rows, strict=True):
