@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Prompts, Sampled, Sampling
+from tests.made import Make
 
-Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba")
 
 
@@ -50,27 +49,25 @@ class World:
         return measure(model, self.reference, response_layout(self.prompts.ids, sampled), 0.8, self.features)
 
 
-@pytest.mark.parametrize("scored", [None, "as written", "other texts", "fewer texts", "more texts"])
+SCORED: dict[str, Make] = {
+    "as written": lambda prompts, responses: (prompts, responses),
+    "other texts": lambda prompts, responses: (prompts, ["d" + response for response in responses]),
+    "fewer texts": lambda prompts, responses: (prompts[1:], responses[1:]),
+    "more texts": lambda prompts, responses: ([*prompts, "a"], [*responses, "b"]),
+}
+
+
+@pytest.mark.parametrize("scored", [None, *SCORED])
 def test_values_are_those_of_each_state_alone(
-    new_model: Make,
-    prompts_of: Callable[..., Prompts],
-    reward: RewardModel,
-    letters: Any,
-    scored: str | None,
+    new_model: Make, prompts_of: Make, reward: RewardModel, letters: Any, scored: str | None
 ) -> None:
     """Against one pass over each prefix, which cannot know what comes later; however the responses were scored."""
     prompts = prompts_of(*TEXTS)
     world = World(new_model, prompts, [reward] if scored else [])
     sampled = world.policy.sample(prompts.ids, uniforms(len(TEXTS), 6, 0, "x"), Sampling(6, 0.8, [2], 0))
     responses = decode_responses(letters, sampled.rows(), [2])
-    if scored == "as written":
-        reward.score(prompts.texts, responses)
-    elif scored == "other texts":
-        reward.score(prompts.texts, ["d" + response for response in responses])
-    elif scored == "fewer texts":
-        reward.score(prompts.texts[1:], responses[1:])
-    elif scored == "more texts":
-        reward.score([*prompts.texts, "a"], [*responses, "b"])
+    if scored:
+        reward.score(*SCORED[scored](prompts.texts, responses))
     stats = world.measure(sampled)
     models = [world.reference.lm.model, *(reward.model for reward in world.rewards)]
     checked = 0
@@ -86,14 +83,13 @@ def test_values_are_those_of_each_state_alone(
 
 
 def test_what_a_reward_model_read_is_not_read_again(
-    new_model: Make, prompts_of: Callable[..., Prompts], reward: RewardModel, letters: Any
+    new_model: Make, prompts_of: Make, reward: RewardModel, letters: Any
 ) -> None:
     prompts = prompts_of(*TEXTS)
     world = World(new_model, prompts, [reward])
     ids = torch.tensor([[3, 4, 5, 6, 3, 2]]).repeat(len(TEXTS), 1)  # letters, then the end: tokens that texts keep
-    sampled = Sampled(
-        ids, torch.ones_like(ids, dtype=torch.bool), torch.ones(len(ids), dtype=torch.bool), torch.zeros(ids.shape)
-    )
+    every = torch.ones_like(ids, dtype=torch.bool)
+    sampled = Sampled(ids, every, every[:, 0], torch.zeros(ids.shape))
     responses = decode_responses(letters, sampled.rows(), [2])
     reward.score(prompts.texts, responses)
     rows: list[int] = []
