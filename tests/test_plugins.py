@@ -13,16 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from rlhf_kl.errors import InputError, nearest
-from rlhf_kl.plugins import (
-    checked_options,
-    filled,
-    hidden,
-    is_reference,
-    load_attribute,
-    look_up,
-    takes,
-    users_code,
-)
+from rlhf_kl.plugins import checked_options, filled, hidden, is_reference, load_attribute, look_up, takes, users_code
 
 
 @pytest.fixture(autouse=True)

@@ -206,9 +206,3 @@ def test_bad_input_is_one_line(run, arguments, word):
     with pytest.raises(InputError, match=word) as caught:
         run(*arguments)
     assert len(caught.value.problems) == 1
-
-
-def test_no_penalty_is_simulated_too(run):
-    rows = rows_of(run("--config", "ppo_no_kl.yaml", "--noise", "0", "--json"))
-    assert all(row["coef"] == 0.0 for row in rows)
-    assert rows[0]["kl"] < rows[5]["kl"] < rows[-1]["kl"]
