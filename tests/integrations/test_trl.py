@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from transformers import TrainerCallback
 from rlhf_kl.errors import InputError
 from rlhf_kl.integrations.trl import KLBudget
 from rlhf_kl.kl_controllers import FixedKL
+from tests.made import Make
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")
 
-Make = Callable[..., Any]
 KINDS = ("grpo", "rloo")
 SHORT = {"max_steps": 6, "per_device_train_batch_size": 16, "max_completion_length": 6, "learning_rate": 3e-3}
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from tokenizers import processors
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, train_tokenizer
 from rlhf_kl.models.text import decode_responses, encode, pad, position_ids
+from tests.made import Make
 
 
 def test_bos_stands_in_front_exactly_once(letters: Any) -> None:
@@ -71,9 +71,6 @@ def test_saved_and_loaded_it_is_the_same(tokenizer: Any, tmp_path: Path) -> None
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.padding_side == "left"
     assert again.pad_token_id == tokenizer.pad_token_id
-
-
-Make = Callable[..., Any]
 
 
 def test_a_response_keeps_special_tokens_but_for_eos_pad_and_bos(letters: Any) -> None:

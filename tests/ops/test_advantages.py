@@ -51,9 +51,7 @@ def test_a_table_worked_by_hand() -> None:
     assert returns.tolist() == [[2.25, 1.0, 6.0]]
 
 
-def test_nothing_outside_the_mask_counts_and_nothing_is_written_there(
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_nothing_outside_the_mask_counts_and_nothing_is_written_there(batch: tuple[Tensor, Tensor, Tensor]) -> None:
     rewards, values, mask = batch
     clean = gae(rewards * mask, values * mask, mask, 0.9, 0.8)
     dirty = gae(torch.where(mask, rewards, 1e6), torch.where(mask, values, -1e6), mask, 0.9, 0.8)

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.ops import logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, compare_distributions, exact_kl
+from tests.made import Make
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def test_against_the_categorical_distribution(logits: tuple[torch.Tensor, torch.
     torch.testing.assert_close(chosen_logprobs(logits[0], ids, temperature), policy.log_prob(ids), **close)
 
 
-def test_summed_log_probs_are_the_loss_of_transformers(new_model: Callable[..., Any]) -> None:
+def test_summed_log_probs_are_the_loss_of_transformers(new_model: Make) -> None:
     model, ids = new_model(), torch.tensor([[1, 3, 4, 5, 6, 3, 3, 2], [1, 6, 5, 4, 3, 6, 6, 2]])
     with torch.no_grad():
         output = model(input_ids=ids, labels=ids)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from rlhf_kl.distributed import can_shard
 from rlhf_kl.models.load import save_model
 from rlhf_kl.run.log import read_jsonl
+from tests.made import Make
 
-Cli = Callable[..., Any]
 VARIANTS: dict[str, list[str]] = {
     "default": [],
     "minibatches": ["ppo.minibatch_size=8"],
@@ -48,10 +48,10 @@ SHARDS = ["policy.shard=true", "reference.shard=true"]  # in the run of two proc
 def runs(
     tmp_path_factory: pytest.TempPathFactory,
     tiny_settings: dict[str, Any],
-    rlhf_kl: Cli,
-    together: Callable[..., Any],
+    rlhf_kl: Make,
+    together: Make,
     tiny_reward_folder: Path,
-    new_model: Callable[..., Any],
+    new_model: Make,
     letters: Any,
 ) -> Callable[[str], tuple[Path, Path]]:
     """runs(variant): the folders of the run in one process and in two."""
@@ -136,11 +136,7 @@ def test_the_ceiling_pulls_a_policy_back_to_a_spread_reference(runs: Callable[[s
 @NEEDS_SHARDS
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_run_goes_on_with_or_without_shards(
-    runs: Callable[[str], tuple[Path, Path]],
-    together: Callable[..., Any],
-    tiny_settings: dict[str, Any],
-    tmp_path: Path,
-    first: int,
+    runs: Callable[[str], tuple[Path, Path]], together: Make, tiny_settings: dict[str, Any], tmp_path: Path, first: int
 ) -> None:
     """Three updates in some processes, three in others: the run of one process."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
@@ -159,7 +155,7 @@ def test_a_run_goes_on_with_or_without_shards(
 @NEEDS_SHARDS
 @pytest.mark.parametrize("settings", [[], ["policy.value=separate"], ["policy.value=head", "ppo.value_warmup=1"]])
 def test_processes_that_need_more_passes_than_others(
-    launch: Callable[..., Any], rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path, settings: list[str]
+    launch: Make, rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, settings: list[str]
 ) -> None:
     """One pass in the first process and eight in the second, of spread weights, which all gather together."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))

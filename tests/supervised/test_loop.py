@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from rlhf_kl.config.schema.supervised import SFTSection
 from rlhf_kl.models.lm import LM
 from rlhf_kl.supervised.loop import SupervisedTrainer
 from rlhf_kl.supervised.tasks import TextTask
+from tests.made import Make
 
-Make = Callable[..., Any]
 TEXTS = ["abcd" * 3, "abab", "a", "abcd", "dcba" * 2, "b", "abcdabcd", "cc", "abc", "d" * 9]
 
 

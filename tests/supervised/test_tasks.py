@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.supervised.figures import pair_figures
 from rlhf_kl.supervised.loop import SupervisedTrainer
 from rlhf_kl.supervised.tasks import PairTask, ResponseTask, TextTask
+from tests.made import Make
 
-Make = Callable[..., Any]
 EXAMPLES = [Example("ab", "cd"), Example("d", "abc"), Example("cc", "")]
 
 
