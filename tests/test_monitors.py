@@ -273,9 +273,6 @@ def test_the_perplexity_of_a_sign_is_that_of_the_cross_entropy() -> None:
     assert f"(perplexity 1 to {(3 + 2 * math.exp(cross)) / 5:.3g})" in text
 
 
-# ---- the KL that brings score
-
-
 def bought(share: Level, seed: int = 0, level: Level = 3.0) -> MakeRow:
     """Updates whose score is worth `share` of the KL by the Gaussian law, with the noise of batches of 64."""
     rng = random.Random(seed)
@@ -335,9 +332,6 @@ def test_a_noisy_penalty_is_mended_first(placement: str) -> None:
         placement == "reward"
     )
     assert "Lower ppo.learning_rate (0.001, say to 0.0003) or raise rollout.batch_size (64, say to 256)" in text
-
-
-# ---- events and decisions
 
 
 def test_the_guide_lists_every_alert() -> None:
@@ -429,9 +423,6 @@ def test_the_best_update_and_the_best_checkpoint() -> None:
     assert m.best_checkpoint == {"step": 1, "metric": "objective/scores", "value": 3.0}
 
 
-# ---- the state
-
-
 @pytest.mark.parametrize("cut", [3, 17, 26, 45, 77])
 def test_resumed_monitors_say_what_unbroken_ones_say(cut: int) -> None:
     makers = [
@@ -483,8 +474,6 @@ def test_the_state_does_not_grow_with_the_run() -> None:
     texts(m, lambda _: row, 300)
     assert len(json.dumps(m.state_dict())) == size
 
-
-# ---- sampling from another distribution than the one that is computed
 
 KEY = "policy/logprob_gap"
 

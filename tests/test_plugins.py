@@ -37,9 +37,6 @@ def test_references_and_names() -> None:
     assert nearest("zzz", ["adaptive", "fixed"]) is None
 
 
-# ---- in the source ----
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -74,9 +71,6 @@ def test_nothing_of_a_package_runs(folder: Path) -> None:
     look_up("rlhf_kl_outer:Law")
     look_up("rlhf_kl_outer.inner.laws:Other")
     assert "SystemExit: 3" in problem(load_attribute, "rlhf_kl_outer.inner.laws:Law")
-
-
-# ---- imported ----
 
 
 def test_a_file_runs_once_until_it_changes_and_leaves_no_trace(folder: Path) -> None:
@@ -116,9 +110,6 @@ def test_a_file_that_raises_is_one_line_with_its_place(folder: Path, source: str
         raise MemoryError
 
 
-# ---- variables ----
-
-
 @pytest.mark.parametrize(
     ("written", "value"),
     [
@@ -138,9 +129,6 @@ def test_variables_are_filled_in_and_no_message_tells_them(
     monkeypatch.setenv("SHORT", "ab")  # too short to be a secret: it would be found in every text
     assert filled({"x": written, "y": "${LONGER}${MY_KEY}"})["x"] == value
     assert hidden("401: sk-123456-7 about sk-123456 and ab") == "401: ${LONGER} about ${MY_KEY} and ab"
-
-
-# ---- options ----
 
 
 class Controller:

@@ -90,9 +90,6 @@ def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
     assert max(errors) < 0.15
 
 
-# ---- the command ----
-
-
 @pytest.fixture
 def run(capsys):
     app = typer.Typer()

@@ -31,9 +31,6 @@ def problem(read: Any, *arguments: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-# ---- templates ----
-
-
 def test_a_template_takes_columns_by_name() -> None:
     assert template_fields("TITLE: {title}\nPOST: {post} {title} {{x}}") == ["title", "post"]
     assert fill("{title}: {n} {{x}}", {"title": "{T}", "n": 3}, "row 1") == "{T}: 3 {x}"
@@ -54,9 +51,6 @@ def test_a_template_that_does_not_fit_its_row() -> None:
     assert "no column 'titel'; did you mean title?" in problem(fill, "{titel}", {"title": "T"}, "row 1")
     assert "title is null, not text" in problem(fill, "{title}", {"title": None}, "row 1")
     assert "title is list, not text" in problem(fill, "{title}", {"title": []}, "row 1")
-
-
-# ---- texts, examples, pairs, labels ----
 
 
 def test_texts_come_from_a_column_or_a_template() -> None:
@@ -213,9 +207,6 @@ def test_labels_are_0_and_1() -> None:
     assert read_labels(rows, "t", "y", "data.labels")[0] == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0)]
     for value in ("positive", 0.5, float("nan"), [1]):
         assert "y is" in problem(read_labels, [{"t": "a", "y": value}], "t", "y", "data.labels")
-
-
-# ---- held-out parts ----
 
 
 def test_one_key_in_twenty_is_kept_apart_with_all_its_rows() -> None:

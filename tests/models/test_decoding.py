@@ -36,9 +36,6 @@ def sample(
     return LM(model).sample(prompts.ids, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
 
 
-# ---- one token ----
-
-
 def test_an_even_grid_of_noise_gives_the_exact_shares() -> None:
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     noise = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -51,9 +48,6 @@ def test_a_forbidden_token_never_comes(uniform: float) -> None:
     token, logprob = pick_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
     assert int(token) in (1, 3)
     assert float(logprob) == pytest.approx(math.log(0.5))
-
-
-# ---- responses ----
 
 
 @pytest.mark.parametrize("eos", [(EOS,), (EOS, 5)])
@@ -169,8 +163,6 @@ def test_a_prompt_may_hold_the_pad_and_eos_tokens(new_model: Make) -> None:
     padded = LM(model).sample([special, longer], noise, sampling)
     assert padded.rows()[0] == alone.rows()[0]
 
-
-# ---- what a step costs
 
 FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty"}
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}

@@ -227,9 +227,6 @@ def test_plain_transformers_writes_the_same_text(folders: Folders, letters: Any,
         assert result[folder] == [ids, letters.decode(ids, skip_special_tokens=True)], folder
 
 
-# ---- tied embeddings under either name ----
-
-
 def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any, tmp_path: Path) -> None:
     """A checkpoint may store the one tensor as the head or as the embeddings: nothing may become random."""
     source = folders["llama"]
@@ -246,9 +243,6 @@ def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any
         initialise_head(model.score, 0)
         scores.append(RewardModel(model, letters).score(TEXTS, ["", "a", "b"]).tolist())
     assert scores[0] == scores[1]
-
-
-# ---- what must not load ----
 
 
 def problem_of(load: Callable[..., Any], folder: Path) -> str:

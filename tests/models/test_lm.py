@@ -59,9 +59,6 @@ def test_gradients_are_those_of_the_models_own_pass(new_model: Make) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-# ---- models that cannot be read so ----
-
-
 class Louder(GPT2LMHeadModel):
     """Does something to its logits that its config does not tell."""
 

@@ -109,9 +109,6 @@ def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
         torch.testing.assert_close(result[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
 
 
-# ---- the padding check ----
-
-
 def start(policy: Any, prompts: Prompts, dtype: torch.dtype) -> list[str]:
     """The checks of a run that starts from `policy`."""
     lm, reference = LM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)

@@ -75,8 +75,6 @@ def test_the_inputs_stay_as_they_were(batch: tuple[Tensor, Tensor, Tensor]) -> N
     assert all(torch.equal(a, b) for a, b in zip(batch, copies, strict=True))
 
 
-# ---- groups
-
 MASK = left_run(3, 1, 2, 2, width=3)  # two groups of two
 PENALTIES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [0.5, 0.5, 9.0], [1.0, 0.0, 9.0]])
 EVERY = torch.ones(4, dtype=torch.bool)

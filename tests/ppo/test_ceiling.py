@@ -143,9 +143,6 @@ def test_it_ends_and_never_leaves_the_kl_above_the_ceiling(
     assert point.measured < 20
 
 
-# ---- the forecast
-
-
 def test_the_forecast_learns_how_much_more_the_next_rollout_reads() -> None:
     """States of the new policy lie further away: a change by 0.05 at the old states is one by 0.08 at its own."""
     forecast, kl = KLForecast(0.15), 0.02
@@ -190,9 +187,6 @@ def test_without_a_limit_the_kl_is_measured_for_who_uses_it(measures: bool) -> N
     assert result.kl_after == pytest.approx(0.81 if measures else math.nan, nan_ok=True)
     assert point.measured == measures
     assert point.place == pytest.approx(0.9)
-
-
-# ---- in the trainer ----
 
 
 @pytest.mark.parametrize("unit", ["token", "sequence"])

@@ -148,9 +148,6 @@ def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: 
     assert left_out["kl/token"] == row["kl/token"]
 
 
-# ---- a sampler that differs from what is computed ----
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_the_shift_at_another_temperature_is_that_of_the_closed_form(temperature: float) -> None:
     """One state with four tokens, drawn 40,000 times; the figures' means over the vocabulary are known."""

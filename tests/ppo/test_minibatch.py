@@ -137,9 +137,6 @@ def test_the_gradient_is_scaled_down_to_its_largest_norm(rolled: Make) -> None:
     assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
 
 
-# ---- memory ----
-
-
 def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither sampling, nor measuring, nor training, nor the ceiling; and all of them give what they gave at once."""
     kl = {"placement": "loss", "estimator": "exact", "target": 0.01, "ceiling": {"value": 0.02}}

@@ -99,8 +99,6 @@ def test_returns_with_values(value: str, ppo: dict[str, Any], returns: tuple[flo
         assert_tokens(made.advantages, *(x / math.sqrt(14) for x in (-1.0, -4.0, 5.0)))
 
 
-# ---- losses ----
-
 # One token in each of two rows; the policy's two tokens are equally likely now, the reference says 1 : 3.
 FIRST = {name: value[:, :1] for name, value in vars(ROLLOUT).items() if isinstance(value, Tensor) and value.dim() == 2}
 QUARTER = torch.full((2, 1), math.log(0.25))

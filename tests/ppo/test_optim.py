@@ -115,9 +115,6 @@ def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make) -> N
     assert not torch.equal(weights(trainer.model.critic), value)
 
 
-# ---- fitting ----
-
-
 def fit(critic: FeatureCritic, x: Tensor, returns: Tensor, epochs: int = 1, step: int = 1, rate: float = 1e-2) -> Any:
     optimizer = adamw(torch.nn.ModuleDict({"critic": critic}), 0.0, 0.0, critic, rate)
     return fit_critic(critic, optimizer, x, returns, epochs=epochs, seed=0, step=step, ranks=Ranks())

@@ -53,9 +53,6 @@ def test_constant_scores_buy_nothing() -> None:
     assert result["best_of_n"][-1]["gain"] == 0.0
 
 
-# ---- drawing and scoring ----
-
-
 @pytest.mark.parametrize("samples", [2, 31, 33, 100, 320, 1024])
 @pytest.mark.parametrize("prompts", [1, 2, 31, 32, 33, 5000])
 def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int) -> None:

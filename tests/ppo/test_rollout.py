@@ -58,9 +58,6 @@ def lengths(prompts: Any, responses: Any) -> list[float]:
     return [float(len(response)) for response in responses]
 
 
-# ---- measuring ----
-
-
 def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
     """By one pass of either model over the bare text, in float64."""
     stats, prompts, sampled = setup.measure(), setup.responses.prompts, setup.sampled
@@ -106,9 +103,6 @@ def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make)
     assert float((now - rollout.exact_kl).abs().max()) > 0.01
 
 
-# ---- a rollout ----
-
-
 def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
     (prompts, texts, _), sampled = setup.responses, setup.sampled
     one = PluginReward(lambda p, r: [1.0] * len(r))
@@ -129,9 +123,6 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
     assert rollout.shaped_scores.tolist() == [len(text) - less for text, less in zip(texts, missing, strict=True)]
     for name, tensor in setup.measure()._asdict().items():
         torch.testing.assert_close(getattr(rollout, name), tensor, rtol=1e-4, atol=1e-5)
-
-
-# ---- the sampler ----
 
 
 @pytest.fixture
@@ -170,9 +161,6 @@ def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Make) -> None:
 def test_processes_draw_their_rows_of_the_same_batch(sampler: Make) -> None:
     whole = drawn(sampler()(2))
     assert drawn(sampler(ranks=Part(range(2)))(2)) + drawn(sampler(ranks=Part(range(2, 6)))(2)) == whole
-
-
-# ---- the states of the reference
 
 
 def roll_out(setup: Setup, letters: Any, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:

@@ -22,8 +22,6 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.types import RolloutBatch
 from tests.made import Make, Recorder, row_of, weights
 
-# ---- it learns ----
-
 
 def test_it_learns_to_write_one_letter(make_trainer: Make) -> None:
     trainer: PPOTrainer = make_trainer(rollout={"batch_size": 64}, ppo={"total_episodes": 20 * 64})
@@ -50,9 +48,6 @@ def test_the_kl_lands_at_its_target(make_trainer: Make, coef: float) -> None:
     assert sum(tail) / len(tail) == pytest.approx(0.1, rel=0.25)
     assert min(tail) > 0.03
     assert max(tail) < 0.155  # the ceiling is 0.15
-
-
-# ---- one update ----
 
 
 def test_before_its_first_step_the_policy_agrees_with_its_rollout(make_trainer: Make) -> None:
@@ -268,9 +263,6 @@ def test_an_update_with_a_gradient_that_is_not_finite_says_so(make_trainer: Make
     assert torch.equal(weights(trainer.model.modules), before)
     handle.remove()
     assert "update-skipped" not in trainer.update(2).facts
-
-
-# ---- state ----
 
 
 def test_a_trainer_goes_on_from_its_state(make_trainer: Make) -> None:
