@@ -98,11 +98,6 @@ def test_a_config_that_is_not_json(load: Callable[..., Any], copied_reward: Path
     assert "cannot be loaded" in problem(load, copied_reward)
 
 
-def test_a_name_that_is_nowhere() -> None:
-    with pytest.raises(InputError, match=r"^nobody/nothing"):
-        load_causal_lm("nobody/nothing")
-
-
 def test_a_causal_lm_is_no_reward_model(copied: Path) -> None:
     assert "random" in problem(load_reward_model, copied)
     edit(copied, lambda config: config.pop("architectures"))
