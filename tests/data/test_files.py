@@ -57,11 +57,7 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "row 2: prompt is int, not text"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": "a smile \\ud83d"}\n', "line 2: half of a surrogate pair is no text"),
         ("x.json", '[{"prompt": "a"}, {"prompt": "\\udc00 a"}]', "row 2: half of a surrogate pair is no text"),
-        (
-            "x.jsonl",
-            '{"prompt": [{"role": "user", "content": "\\ud83d"}]}',
-            "line 1: half of a surrogate pair is no text",
-        ),
+        ("x.jsonl", '{"prompt": [{"content": "\\ud83d"}]}', "line 1: half of a surrogate pair is no text"),
         ("x.csv", 'prompt\n"a\n', "x.csv: "),
         ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
         ("x.csv", "prompt,text\na,b\nwell, then,c\n", "line 3: 3 cells for 2 columns"),  # a comma without quotes
@@ -74,9 +70,7 @@ def problem(path: Path, column: str = "prompt") -> str:
 def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(body, encoding="utf-8")
-    message = problem(path)
-    assert expected in message
-    assert str(path) in message
+    assert expected in problem(path)
 
 
 def test_a_pair_of_surrogates_is_a_character_and_a_short_row_has_a_null(tmp_path: Path) -> None:

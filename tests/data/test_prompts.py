@@ -88,11 +88,9 @@ def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
 def test_variables_of_a_chat_template(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = "<bos>" + CHAT + "{% if enable_thinking is defined and not enable_thinking %}cc{% endif %}"
-
     assert prepare(["a"], chatty, 10, chat_template=True)[0].ids == [[1, 3, 2, 6]]
-    assert prepare(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinking": False})[0].ids == [
-        [1, 3, 2, 6, 5, 5]
-    ]
+    quick, _ = prepare(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinking": False})
+    assert quick.ids == [[1, 3, 2, 6, 5, 5]]
     words = problem(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinkin": False})
     assert "data.chat_options.enable_thinkin: " in words
     assert "did you mean enable_thinking?" in words
