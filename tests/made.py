@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.types import RolloutBatch
@@ -37,6 +39,14 @@ def rollout(mask: Tensor, **fields: Any) -> RolloutBatch:
     zero = zeros[:, 0]
     usual = RolloutBatch(ids, mask, ids, mask, *[zeros] * 7, {"reward": zero}, zero, mask[:, 0], texts, texts)
     return replace(usual, **fields)
+
+
+def problem(call: Make, *arguments: Any, **options: Any) -> str:
+    """What is wrong with the input, in one line."""
+    with pytest.raises(InputError) as caught:
+        call(*arguments, **options)
+    (line,) = caught.value.problems
+    return str(line)
 
 
 def weights(module: Any) -> Tensor:

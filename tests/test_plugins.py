@@ -12,21 +12,15 @@ from typing import Any, Literal
 
 import pytest
 
-from rlhf_kl.errors import InputError, nearest
+from rlhf_kl.errors import nearest
 from rlhf_kl.plugins import checked_options, filled, hidden, is_reference, load_attribute, look_up, takes, users_code
+from tests.made import problem
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def problem(call: Any, *arguments: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        call(*arguments)
-    [line] = caught.value.problems
-    return str(line)
 
 
 def test_references_and_names() -> None:

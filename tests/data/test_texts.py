@@ -10,16 +10,10 @@ from rlhf_kl.data.files import drawn, split_heldout, without_leaks
 from rlhf_kl.data.texts import Example, Labelled, Pair, read_examples, read_labels, read_pairs, read_prompts, read_texts
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
+from tests.made import problem
 
 USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
 SYSTEM = {"role": "system", "content": "be brief"}
-
-
-def problem(read: Any, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        read(*arguments, **options)
-    assert len(caught.value.problems) == 1
-    return str(caught.value)
 
 
 def test_a_template_takes_columns_by_name() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from rlhf_kl.ops.packing import Layout, Packed, text_layout
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
-from tests.made import move, two_prompts
+from tests.made import move, problem, two_prompts
 
 WIDE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
 GATED = {**WIDE, "intermediate_size": 24, "num_key_value_heads": 1}
@@ -241,18 +240,12 @@ def test_tied_weights_are_found_under_either_name(folders: Folders, letters: Any
     assert one == same
 
 
-def problem_of(load: Callable[..., Any], folder: Path) -> str:
-    with pytest.raises(InputError) as caught:
-        load(str(folder))
-    return str(caught.value)
-
-
 def test_weights_that_belong_nowhere_are_fatal(folders: Folders, letters: Any, tmp_path: Path) -> None:
     save_model(load_causal_lm(str(folders["qwen2"])), letters, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["v_head.summary.weight"] = torch.zeros(1, 16)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    message = problem_of(load_causal_lm, tmp_path)
+    message = problem(load_causal_lm, str(tmp_path))
     assert "belong to no part of the model: v_head.summary.weight" in message
 
 
@@ -266,7 +259,7 @@ def test_code_that_comes_with_a_model_runs_only_where_allowed(folders: Folders, 
         "class Own(GPT2Config):\n    model_type = 'own'\n"
         "class OwnLM(GPT2LMHeadModel):\n    config_class = Own\n"
     )
-    assert "run.trust_remote_code" in problem_of(load_causal_lm, tmp_path)
+    assert "run.trust_remote_code" in problem(load_causal_lm, str(tmp_path))
     model = load_causal_lm(str(tmp_path), Access(remote_code=True))
     assert torch.equal(logits_of(model), logits_of(load_causal_lm(str(folders["gpt2"]))))
 
@@ -276,7 +269,7 @@ def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters
     save_model(model, letters, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert "run.allow_pickle" in problem_of(load_causal_lm, tmp_path)
+    assert "run.allow_pickle" in problem(load_causal_lm, str(tmp_path))
     loaded = load_causal_lm(str(tmp_path), Access(pickle=True))
     assert torch.equal(logits_of(loaded), logits_of(model))
 
