@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,22 +17,12 @@ pytest.importorskip("trl", reason="no TRL here: make test-integrations")
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-@pytest.fixture(scope="module")
-def peer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("peer_trl", Path(__file__).parents[2] / "scripts" / "peer_trl.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_its_scores_are_ours_whatever_the_lengths(peer: ModuleType, small_world: World) -> None:
+def test_its_scores_are_ours_whatever_the_lengths(peer: Any, small_world: World) -> None:
     """Less 1 for a text that is cut off."""
     folder = str(small_world.reward_model())
     tokenizer = load_tokenizer(folder)
     prompts, responses = ["This film", "I", "We saw"], [" was good.", "t", " it in a cinema and it was dull"]
-    scores = RewardModel(load_reward_model(folder), tokenizer)(prompts, responses).tolist()
+    scores = RewardModel(load_reward_model(folder), tokenizer).score(prompts, responses).tolist()
     end = tokenizer.eos_token_id
     theirs = peer.Scorer(folder, end, torch.float32)(prompts, responses, [[5, end], [5, 6], [5, end]])
     assert theirs == pytest.approx([scores[0], scores[1] - 1, scores[2]], abs=1e-5)
@@ -41,13 +30,7 @@ def test_its_scores_are_ours_whatever_the_lengths(peer: ModuleType, small_world:
 
 @pytest.mark.parametrize("method", ["rloo", "grpo"])
 def test_an_update_is_one_pass_in_four_minibatches(
-    peer: ModuleType,
-    method: str,
-    tmp_path: Path,
-    tiny_folder: Path,
-    tiny_reward_folder: Path,
-    tiny_data: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
+    peer: Any, method: str, tmp_path: Path, tiny_folder: Any, tiny_reward_folder: Path, tiny_data: Any, monkeypatch: Any
 ) -> None:
     steps, scored = [], []
     score = peer.Scorer.__call__
