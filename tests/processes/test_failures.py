@@ -93,24 +93,49 @@ def test_one_process_s_problem_is_told_once_and_ends_both(
     assert (rows[-1]["rollout/unscored"], rows[-1]["policy/epochs"]) == (8, 2.0)
 
 
-def test_a_signal_to_one_process_stops_both_after_the_update(
-    launch: Make, settings: Make, tiny_settings: dict[str, Any], tmp_path: Path
+@pytest.fixture
+def start_slow(launch: Make, settings: Make, tiny_settings: dict[str, Any], tmp_path: Path) -> Make:
+    """A run that is under way, the processes of its ranks, and how to go on with it."""
+
+    def start() -> tuple[Any, list[int], list[Any]]:
+        config = settings("slow", ppo=tiny_settings["ppo"] | {"total_episodes": 320})
+        words = ["train", "--config", config, "--output-dir", tmp_path / "run", "--quiet"]
+        process, marks = launch(["-m", "rlhf_kl", *words]), [tmp_path / str(rank) for rank in range(2)]
+        deadline = time.monotonic() + 120
+        while not all(mark.exists() and mark.read_text() for mark in marks):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return process, [int(mark.read_text()) for mark in marks], [*words, "--resume"]
+
+    return start
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_the_group_and_the_run_goes_on(
+    start_slow: Make, together: Make, tmp_path: Path, rank: int
 ) -> None:
-    config, run = settings("slow", ppo=tiny_settings["ppo"] | {"total_episodes": 320}), tmp_path / "run"
-    process = launch(["-m", "rlhf_kl", "train", "--config", config, "--output-dir", run, "--quiet"])
-    marks = [tmp_path / str(rank) for rank in range(2)]  # the processes, once the run is under way
-    deadline = time.monotonic() + 120
-    while not all(mark.exists() and mark.read_text() for mark in marks):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(int(marks[1].read_text()), signal.SIGTERM)
+    process, ranks, resume = start_slow()
+    began = time.monotonic()
+    os.kill(ranks[rank], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 60
+    for count in (2, 1) if rank == 0 else (1, 2):  # the second time it is finished
+        assert together([resume], count).codes == [[0]] * count
+    rows = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
+    assert rows == list(range(1, 21))
+
+
+def test_a_signal_to_one_process_stops_both_after_the_update(start_slow: Make, tmp_path: Path) -> None:
+    process, ranks, _ = start_slow()
+    os.kill(ranks[1], signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "interrupted; to go on from the last checkpoint: the same command with --resume" in output
-    steps = [row["step"] for row in read_jsonl(run / "metrics.jsonl")]
-    assert checkpoints(run / "checkpoints")[-1].step == steps[-1]
-    assert json.loads((run / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").read_text())
+    steps = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == steps[-1]
+    assert json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").read_text())
 
 
 @pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
