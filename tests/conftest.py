@@ -31,10 +31,7 @@ CONVERSIONS = ("__float__", "__bool__", "__int__", "__index__")  # of a tensor t
 LETTERS = "abcd"  # with pad, bos and eos a vocabulary of seven
 
 # Tests with these fixtures train, build a world, start processes or a browser. The mathematics is tested without them.
-SLOW_FIXTURES = {
-    *("train", "supervised", "compared", "doctor", "small_world"),
-    *("launch", "together", "browser"),
-}
+SLOW_FIXTURES = {"train", "supervised", "compared", "doctor", "small_world", "launch", "together", "browser"}
 SLOW_FILES = (
     *("processes/", "fake_cuda/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py"),
     *("cli/test_read_run.py", "models/test_families.py"),

@@ -15,14 +15,10 @@ from rlhf_kl.distributed import Group, Ranks, load_tensors, tensors_of
 from rlhf_kl.errors import InputError
 
 
-def rank(index: int, count: int) -> Ranks:
-    one = Ranks()
-    one.index, one.count = index, count
-    return one
-
-
 def test_several_share_the_rows_without_gap_or_overlap_and_one_writes() -> None:
-    group = [rank(i, 3) for i in range(3)]
+    group = [Ranks() for _ in range(3)]
+    for index, one in enumerate(group):
+        one.index, one.count = index, 3
     assert [list(one.mine(range(12))) for one in group] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     uneven = [one.mine(list("abcdefg")) for one in group]
     assert "".join(row for share in uneven for row in share) == "abcdefg"
@@ -79,13 +75,10 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.zeros(1), persistent=False)
 
 
-def test_tied_tensors_are_held_once() -> None:
-    assert sorted(dict(tensors_of(Tied()))) == ["embedding.weight", "scale"]
-
-
 @pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
-def test_tied_tensors_are_found_under_any_name(name: str) -> None:
+def test_tied_tensors_are_held_once_and_found_under_any_name(name: str) -> None:
     module = Tied()
+    assert sorted(dict(tensors_of(module))) == ["embedding.weight", "scale"]
     load_tensors(module, {name: torch.full((3, 2), 7.0), "scale": torch.tensor([2.0]), "more": torch.zeros(1)})
     assert module.head.weight is module.embedding.weight
     assert module.head.weight.unique().tolist() == [7.0]

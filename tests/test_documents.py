@@ -45,8 +45,6 @@ SMALL = {
 
 
 class Block(NamedTuple):
-    """A code block of a document."""
-
     language: str
     text: str
     runs: bool

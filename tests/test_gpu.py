@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch
 import yaml
 
 from rlhf_kl.run.log import read_jsonl
+from tests.made import Make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_run_on_one_gpu(
-    rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tmp_path: Path, dtype: str
-) -> None:
+def test_a_run_on_one_gpu(rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, dtype: str) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_settings | {"run": {"device": "cuda", "dtype": dtype}}))
     outcome = rlhf_kl("train", "--config", tmp_path / "run.yaml", "--output-dir", tmp_path / "run", "--quiet")
     assert outcome.code == 0, outcome.err

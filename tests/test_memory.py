@@ -20,7 +20,7 @@ from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.rollout import unusable
-from rlhf_kl.types import RolloutBatch
+from tests.made import rollout
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,6 @@ def test_a_pass_has_the_tokens_that_fit(model: Any, monkeypatch: pytest.MonkeyPa
     assert tokens_of_a_pass(model, cpu, "float32", models=2) == 20
 
 
-def rollout() -> RolloutBatch:
-    grid, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    ids, row = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2)
-    per_token = [grid] * 7
-    return RolloutBatch(ids, mask, ids, mask, *per_token, {"reward": row}, row, mask[:, 0], ["a"] * 2, ["b"] * 2)
-
-
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 @pytest.mark.parametrize(
     ("field", "said"),
@@ -136,7 +129,7 @@ def rollout() -> RolloutBatch:
     ],
 )
 def test_one_number_spoils_a_rollout(field: str, said: str, value: float) -> None:
-    clean = rollout()
+    clean = rollout(torch.ones(2, 3, dtype=torch.bool))
     assert unusable(clean) is None
     spoilt = getattr(clean, field).clone()
     spoilt[(1,) * spoilt.dim()] = value

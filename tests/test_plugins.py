@@ -12,17 +12,9 @@ from typing import Any, Literal
 
 import pytest
 
-from rlhf_kl.errors import InputError, nearest
-from rlhf_kl.plugins import (
-    checked_options,
-    filled,
-    hidden,
-    is_reference,
-    load_attribute,
-    look_up,
-    takes,
-    users_code,
-)
+from rlhf_kl.errors import nearest
+from rlhf_kl.plugins import checked_options, filled, hidden, is_reference, load_attribute, look_up, takes, users_code
+from tests.made import problem
 
 
 @pytest.fixture(autouse=True)
@@ -31,22 +23,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def problem(call: Any, *arguments: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        call(*arguments)
-    [line] = caught.value.problems
-    return str(line)
-
-
 def test_references_and_names() -> None:
     texts = ["mine.py:f", "a.b:C", "C:\\x.py:f", "builtin:reviews", "adaptive", ":x", "a:", "org/model"]
     assert [text for text in texts if is_reference(text)] == texts[:3]
     assert nearest("ADAPTVE", ["adaptive", "fixed"]) == "adaptive"
     assert nearest("lr", ["rollout", "learning_rate"]) == "learning_rate"
     assert nearest("zzz", ["adaptive", "fixed"]) is None
-
-
-# ---- in the source ----
 
 
 @pytest.mark.parametrize(
@@ -83,9 +65,6 @@ def test_nothing_of_a_package_runs(folder: Path) -> None:
     look_up("rlhf_kl_outer:Law")
     look_up("rlhf_kl_outer.inner.laws:Other")
     assert "SystemExit: 3" in problem(load_attribute, "rlhf_kl_outer.inner.laws:Law")
-
-
-# ---- imported ----
 
 
 def test_a_file_runs_once_until_it_changes_and_leaves_no_trace(folder: Path) -> None:
@@ -125,9 +104,6 @@ def test_a_file_that_raises_is_one_line_with_its_place(folder: Path, source: str
         raise MemoryError
 
 
-# ---- variables ----
-
-
 @pytest.mark.parametrize(
     ("written", "value"),
     [
@@ -147,9 +123,6 @@ def test_variables_are_filled_in_and_no_message_tells_them(
     monkeypatch.setenv("SHORT", "ab")  # too short to be a secret: it would be found in every text
     assert filled({"x": written, "y": "${LONGER}${MY_KEY}"})["x"] == value
     assert hidden("401: sk-123456-7 about sk-123456 and ab") == "401: ${LONGER} about ${MY_KEY} and ab"
-
-
-# ---- options ----
 
 
 class Controller:

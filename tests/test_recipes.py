@@ -117,11 +117,8 @@ def test_every_step_of_a_recipe_runs(
         name = f"{recipe}_{step}"
         raw = yaml.safe_load((shipped_configs() / f"{name}.yaml").read_text())
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(rewritten(raw, stand_ins)))
-        sets = [
-            argument
-            for change in (*LESS[command], "run.dtype=float32", "run.device=cpu")
-            for argument in ("--set", change)
-        ]
+        changes = [*LESS[command], "run.dtype=float32", "run.device=cpu"]
+        sets = [argument for change in changes for argument in ("--set", change)]
         merge = ("--merge",) if (recipe, command) == ("chat", "train") else ()
         outcome = rlhf_kl(command, "--config", f"{name}.yaml", "--quiet", *sets, *merge)
         assert outcome.code == 0, (name, outcome.err)

@@ -7,48 +7,12 @@ import pytest
 import torch
 
 from rlhf_kl.types import RolloutBatch
-
-PROMPTS, RESPONSES = (2, 4, 1), (3, 1, 2)  # lengths
-
-
-def batch() -> RolloutBatch:
-    """Three rows with prompts of 5 columns and responses of 4; no row fills either."""
-    noise = torch.Generator().manual_seed(0)
-    prompt_mask = torch.arange(5) >= 5 - torch.tensor(PROMPTS).unsqueeze(1)
-    mask = torch.arange(4) < torch.tensor(RESPONSES).unsqueeze(1)
-    per_token = {
-        name: torch.randn(3, 4, generator=noise) * mask
-        for name in ("logprobs", "ref_logprobs", "exact_kl", "entropy", "k1_variance", "logprob_variance", "values")
-    }
-    return RolloutBatch(
-        prompt_ids=torch.randint(3, 7, (3, 5), generator=noise) * prompt_mask,
-        prompt_mask=prompt_mask,
-        response_ids=torch.randint(3, 7, (3, 4), generator=noise) * mask,
-        mask=mask,
-        scores={"reward": torch.arange(3.0)},
-        shaped_scores=torch.arange(3.0) / 2,
-        ended=torch.tensor([True, False, True]),
-        prompts=["p"] * 3,
-        responses=["r"] * 3,
-        **per_token,
-    )
+from tests.made import rollout
 
 
 def test_nothing_is_mutated() -> None:
     with pytest.raises(FrozenInstanceError):
-        batch().scores = torch.zeros(3)  # type: ignore[misc]
-
-
-def test_the_layout_is_that_of_its_rows() -> None:
-    whole = batch()
-    packed = whole.layout.pack([2, 0])
-    for row, ids in zip((2, 0), packed.ids, strict=True):
-        mask = torch.cat([whole.prompt_mask[row], whole.mask[row]])
-        read = whole.input_ids[row, mask][:-1]  # the last token is never read
-        assert ids[: len(read)].tolist() == read.tolist()
-    assert (
-        whole.response_ids.flatten()[packed.places].tolist() == whole.response_ids[[2, 0]][whole.mask[[2, 0]]].tolist()
-    )
+        rollout(torch.ones(1, 1, dtype=torch.bool)).scores = {}  # type: ignore[misc]
 
 
 def uneven(width: int, tokens: int, start: int) -> RolloutBatch:
@@ -56,20 +20,14 @@ def uneven(width: int, tokens: int, start: int) -> RolloutBatch:
     prompt_mask = torch.ones(2, width, dtype=torch.bool)
     mask = torch.ones(2, tokens, dtype=torch.bool)
     prompt_mask[0, :-1], mask[0, 1:] = False, False
-    figures = torch.arange(2 * tokens, dtype=torch.float32).view(2, tokens) + start
-    return RolloutBatch(
+    return rollout(
+        mask,
         prompt_ids=torch.full((2, width), start),
         prompt_mask=prompt_mask,
         response_ids=torch.full((2, tokens), start),
-        mask=mask,
-        **dict.fromkeys(
-            ("logprobs", "ref_logprobs", "exact_kl", "entropy", "k1_variance", "logprob_variance", "values"), figures
-        ),
+        logprobs=torch.arange(2 * tokens, dtype=torch.float32).view(2, tokens) + start,
         scores={"reward": torch.tensor([1.0, 2.0 if start else math.nan]) + start},
         shaped_scores=torch.tensor([1.0, 2.0]) + start,
-        ended=torch.tensor([True, False]),
-        prompts=["a", "b"],
-        responses=["c", "d"],
         rows=[{"answer": start}, {"answer": start + 1}],
         penalties={"two": torch.tensor([0.0, 1.0])},
     )

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,18 +10,18 @@ from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts
 from rlhf_kl.data.texts import PromptRow
-from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompt, Prompts
+from tests.made import Make, problem
 
 TEXTS = ["a", "ab", "abc", "abcd", "b", "bb", "bbb"]
 
 
 @pytest.fixture
-def stream(prompts_of: Callable[..., Prompts]) -> Callable[..., PromptStream]:
+def stream(prompts_of: Make) -> Make:
     return lambda seed=0: PromptStream(prompts_of(*TEXTS), 3, seed)
 
 
-def test_every_prompt_comes_once_before_any_comes_again(stream: Callable[..., PromptStream]) -> None:
+def test_every_prompt_comes_once_before_any_comes_again(stream: Make) -> None:
     prompts = stream()
     seen = [text for step in range(1, 8) for text in prompts.batch(step).texts]
     for epoch in range(3):
@@ -29,7 +29,7 @@ def test_every_prompt_comes_once_before_any_comes_again(stream: Callable[..., Pr
     assert seen[:7] != seen[7:14]
 
 
-def test_a_batch_depends_on_seed_and_step_alone(stream: Callable[..., PromptStream]) -> None:
+def test_a_batch_depends_on_seed_and_step_alone(stream: Make) -> None:
     forward = [stream().batch(step).texts for step in (1, 2, 5)]
     one = stream()
     assert [one.batch(step).texts for step in (5, 2, 1)] == forward[::-1]
@@ -39,12 +39,6 @@ def test_a_batch_depends_on_seed_and_step_alone(stream: Callable[..., PromptStre
 def prepare(prompts: Sequence[Prompt], tokenizer: Any, room: int | None, **form: Any) -> tuple[Prompts, str]:
     rows = [PromptRow(plain_text(each), {}, () if isinstance(each, str) else each) for each in prompts]
     return prepare_prompts(rows, tokenizer, room, PromptsSection(prompts="p.jsonl", **form))
-
-
-def problem(prompts: Sequence[Prompt], letters: Any, room: int | None, **form: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        prepare(prompts, letters, room, **form)
-    return str(caught.value)
 
 
 def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) -> None:
@@ -57,12 +51,13 @@ def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) 
 
 
 def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
-    assert "none of 3 prompts can be used: 1 empty, 2 longer" in problem(["", "abcd", "abcde"], letters, 4)
-    assert "rollout.max_new_tokens" in problem(["ab"], letters, 0)
+    assert "none of 3 prompts can be used: 1 empty, 2 longer" in problem(prepare, ["", "abcd", "abcde"], letters, 4)
+    assert "rollout.max_new_tokens" in problem(prepare, ["ab"], letters, 0)
 
 
 def test_a_prompt_of_a_command_line_that_is_no_utf_8_is_refused(letters: Any) -> None:
-    assert problem(["ab", b"a\xff".decode(errors="surrogateescape")], letters, 4) == "is no UTF-8 text: 'a\\udcff'"
+    prompts = ["ab", b"a\xff".decode(errors="surrogateescape")]
+    assert problem(prepare, prompts, letters, 4) == "is no UTF-8 text: 'a\\udcff'"
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
@@ -80,23 +75,22 @@ def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     prompts, _ = prepare(["ab"], chatty, 10, chat_template=True, system="c")
     assert prompts.texts == ["ab"]  # what a reward function sees
     assert prompts.ids == [[5, 2, 3, 4, 2, 6]]  # c, eos, a, b, eos, d: a bos only where the template writes one
-    assert "no chat template" in problem(["ab"], letters, 10, chat_template=True)
+    assert "no chat template" in problem(prepare, ["ab"], letters, 10, chat_template=True)
     chatty.chat_template = "{{ raise_exception('no system') }}"
-    assert "no system" in problem(["ab"], chatty, 10, chat_template=True)
+    assert "no system" in problem(prepare, ["ab"], chatty, 10, chat_template=True)
 
 
 def test_variables_of_a_chat_template(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = "<bos>" + CHAT + "{% if enable_thinking is defined and not enable_thinking %}cc{% endif %}"
-
     assert prepare(["a"], chatty, 10, chat_template=True)[0].ids == [[1, 3, 2, 6]]
-    assert prepare(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinking": False})[0].ids == [
-        [1, 3, 2, 6, 5, 5]
-    ]
-    words = problem(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinkin": False})
+    quick, _ = prepare(["a"], chatty, 10, chat_template=True, chat_options={"enable_thinking": False})
+    assert quick.ids == [[1, 3, 2, 6, 5, 5]]
+    chat: Any = (prepare, ["a"], chatty, 10)
+    words = problem(*chat, chat_template=True, chat_options={"enable_thinkin": False})
     assert "data.chat_options.enable_thinkin: " in words
     assert "did you mean enable_thinking?" in words
-    assert "chat template: TypeError" in problem(["a"], chatty, 10, chat_template=True, chat_options={"messages": []})
+    assert "chat template: TypeError" in problem(*chat, chat_template=True, chat_options={"messages": []})
 
 
 def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
@@ -108,4 +102,4 @@ def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     assert prompts.texts == ["user: a\n\nassistant: b\n\nuser: c", "system: d\n\nuser: a"]
     # The configured system message, three turns, the answer's beginning; then one that has its own
     assert prompts.ids == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
-    assert "first_tokens" in problem([several], chatty, 20, chat_template=True, first_tokens=2)
+    assert "first_tokens" in problem(prepare, [several], chatty, 20, chat_template=True, first_tokens=2)

@@ -7,31 +7,13 @@ import pytest
 from rlhf_kl.config.load import load_config
 from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
 from rlhf_kl.data.files import drawn, split_heldout, without_leaks
-from rlhf_kl.data.texts import (
-    Example,
-    Labelled,
-    Pair,
-    read_examples,
-    read_labels,
-    read_pairs,
-    read_prompts,
-    read_texts,
-)
+from rlhf_kl.data.texts import Example, Labelled, Pair, read_examples, read_labels, read_pairs, read_prompts, read_texts
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
+from tests.made import problem
 
 USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
 SYSTEM = {"role": "system", "content": "be brief"}
-
-
-def problem(read: Any, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        read(*arguments, **options)
-    assert len(caught.value.problems) == 1
-    return str(caught.value)
-
-
-# ---- templates ----
 
 
 def test_a_template_takes_columns_by_name() -> None:
@@ -56,22 +38,13 @@ def test_a_template_that_does_not_fit_its_row() -> None:
     assert "title is list, not text" in problem(fill, "{title}", {"title": []}, "row 1")
 
 
-# ---- texts, examples, pairs, labels ----
-
-
 def test_texts_come_from_a_column_or_a_template() -> None:
     rows = [{"a": "x", "b": "1"}, {"a": "y", "b": "2"}]
     assert read_texts(rows, "a", None, "data.texts") == (["x", "y"], "")
     assert read_texts(rows, "a", "{b}{a}", "data.texts") == (["1x", "2y"], "")
 
 
-NULLS = [
-    {"a": "x", "b": "1"},
-    {"a": None, "b": "2"},
-    {"a": " \n", "b": "3"},
-    {"a": None, "b": None},
-    {"a": "y", "b": "4"},
-]
+NULLS: list[dict[str, Any]] = [{"a": text} for text in ("x", None, " \n", None, "y")]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +66,10 @@ def test_null_and_empty_rows_are_left_out_counted_and_named(read: Any) -> None:
 
 def test_null_is_left_out_wherever_a_text_or_a_label_is_read() -> None:
     rows = [{"p": "q", "r": "a", "s": "b"}, {"p": None, "r": "a", "s": "b"}, {"p": "q", "r": None, "s": "b"}]
-    assert read_texts(rows, "p", "{p}: {r}", "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
-    assert read_examples(rows, "p", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
-    assert read_pairs(rows, "p", "s", "r", None, "f")[1] == "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    left_out = "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    assert read_texts(rows, "p", "{p}: {r}", "f")[1] == left_out
+    assert read_examples(rows, "p", "r", None, "f")[1] == left_out
+    assert read_pairs(rows, "p", "s", "r", None, "f")[1] == left_out
     labels = [{"t": "a", "y": None}, {"t": "b", "y": 0}]
     assert read_labels(labels, "t", "y", "f") == ([Labelled("b", 0)], "f: 1 of 2 rows left out: 1 with null (row 1)")
 
@@ -175,16 +149,13 @@ def test_examples_of_columns_and_of_conversations() -> None:
     assert left_out == "data.texts: 1 of 3 rows left out: 1 with no answer at the end (row 3)"
     assert "has no prompt" in problem(read_examples, rows[:1], None, "r", None, "data.texts")
     assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", None, "data.texts")
-    several = [
-        {"p": [USER, ASSISTANT, USER], "r": "a"},
-        {"p": [USER], "r": [ASSISTANT]},
-        {"r": [SYSTEM, USER, ASSISTANT]},
-    ]
-    items, left_out = read_examples(several[:2], "p", "r", None, "data.texts", chat=True)
+    several = [{"p": [USER, ASSISTANT, USER], "r": "a"}, {"p": [USER], "r": [ASSISTANT]}]
+    items, left_out = read_examples(several, "p", "r", None, "data.texts", chat=True)
     assert [example.response for example in items] == ["a", "so."]
     assert (len(items[0].prompt), items[1].prompt, left_out) == (3, "why?", "")
-    assert read_examples(several[:2], "p", "r", None, "data.texts")[0] == [Example("why?", "so.")]
-    assert read_examples(several[2:], None, "r", None, "data.texts", chat=True)[0][0].response == "so."
+    assert read_examples(several, "p", "r", None, "data.texts")[0] == [Example("why?", "so.")]
+    whole = [{"r": [SYSTEM, USER, ASSISTANT]}]
+    assert read_examples(whole, None, "r", None, "data.texts", chat=True)[0][0].response == "so."
 
 
 def test_pairs_of_columns_conversations_and_whole_texts() -> None:
@@ -202,10 +173,8 @@ def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
     assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", None, "data.pairs", chat=True)
     whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}, {"c": "x", "r": "y"}]
-    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == [
-        Pair("Human: why? Assistant: ", "so.", "no."),
-        Pair("", "x", "y"),
-    ]
+    expected = [Pair("Human: why? Assistant: ", "so.", "no."), Pair("", "x", "y")]
+    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == expected
 
 
 def test_labels_are_0_and_1() -> None:
@@ -213,9 +182,6 @@ def test_labels_are_0_and_1() -> None:
     assert read_labels(rows, "t", "y", "data.labels")[0] == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0)]
     for value in ("positive", 0.5, float("nan"), [1]):
         assert "y is" in problem(read_labels, [{"t": "a", "y": value}], "t", "y", "data.labels")
-
-
-# ---- held-out parts ----
 
 
 def test_one_key_in_twenty_is_kept_apart_with_all_its_rows() -> None:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "trl_budget_picture.py"
+
+def script(name: str) -> Any:
+    """A file of `scripts/`, imported."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +29,12 @@ def library_warnings(library_warnings: list[str]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def toy() -> Any:
-    spec = importlib.util.spec_from_file_location("trl_budget_picture", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("trl_budget_picture")
+
+
+@pytest.fixture(scope="session")
+def peer() -> Any:
+    return script("peer_trl")
 
 
 @pytest.fixture(scope="session")

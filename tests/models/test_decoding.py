@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from rlhf_kl.models.value import store_frozen
 from rlhf_kl.ppo.rollout import response_layout
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Prompts, Sampled, Sampling
+from tests.made import Make
 
-Make = Callable[..., Any]
 EOS, PAD = 2, 0
 TEXTS = ("ab", "abcdab", "d", "cccc")
 
@@ -35,9 +34,6 @@ def sample(
     pad: int = PAD,
 ) -> Sampled:
     return LM(model).sample(prompts.ids, noise, Sampling(noise.shape[1], temperature, list(eos), pad))
-
-
-# ---- one token ----
 
 
 def test_an_even_grid_of_noise_gives_the_exact_shares() -> None:
@@ -54,13 +50,8 @@ def test_a_forbidden_token_never_comes(uniform: float) -> None:
     assert float(logprob) == pytest.approx(math.log(0.5))
 
 
-# ---- responses ----
-
-
 @pytest.mark.parametrize("eos", [(EOS,), (EOS, 5)])
-def test_the_first_eos_ends_a_response(
-    new_model: Make, prompts_of: Callable[..., Prompts], eos: tuple[int, ...]
-) -> None:
+def test_the_first_eos_ends_a_response(new_model: Make, prompts_of: Make, eos: tuple[int, ...]) -> None:
     sampled = sample(new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x"), eos=eos)
     lasts = set()
     assert 0 < int(sampled.ended.sum()) < 64  # both kinds are there
@@ -75,7 +66,7 @@ def test_the_first_eos_ends_a_response(
     assert lasts >= set(eos)
 
 
-def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
+def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: Make) -> None:
     model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 16), uniforms(64, 12, 0, "x")
     usual = sample(model, prompts, noise)
     same = sample(model, prompts, noise, pad=EOS)
@@ -84,16 +75,14 @@ def test_a_pad_token_that_is_the_eos_ends_nothing(new_model: Make, prompts_of: C
     assert torch.equal(same.ids, usual.ids.masked_fill(~usual.mask, EOS))
 
 
-def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
+def test_responses_are_cut_to_the_longest(new_model: Make, prompts_of: Make) -> None:
     every = tuple(range(7))  # any token ends it
     sampled = sample(new_model(), prompts_of("ab", "c"), uniforms(2, 9, 0, "x"), eos=every)
     assert sampled.ids.shape == (2, 1)
     assert sampled.ended.all()
 
 
-def test_tokens_and_log_probs_are_those_of_each_row_alone(
-    new_model: Make, prompts_of: Callable[..., Prompts], own_logits: Make
-) -> None:
+def test_tokens_and_log_probs_are_those_of_each_row_alone(new_model: Make, prompts_of: Make, own_logits: Make) -> None:
     """By one pass of the model over the bare text: neither padding, nor neighbours, nor the cache change anything."""
     model, noise = new_model(seed=3), uniforms(32, 10, 0, "x")
     prompts = prompts_of(*TEXTS * 8)
@@ -113,11 +102,7 @@ def test_tokens_and_log_probs_are_those_of_each_row_alone(
 @pytest.mark.parametrize("test_every", [1, 4])
 @pytest.mark.parametrize("compact_below", [0.0, 1.0])
 def test_rows_that_are_done_leave_the_batch_and_change_no_other(
-    new_model: Make,
-    prompts_of: Callable[..., Prompts],
-    monkeypatch: pytest.MonkeyPatch,
-    compact_below: float,
-    test_every: int,
+    new_model: Make, prompts_of: Make, monkeypatch: pytest.MonkeyPatch, compact_below: float, test_every: int
 ) -> None:
     model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 8), uniforms(32, 12, 0, "x")
     expected, rows = sample(model, prompts, noise), []
@@ -138,7 +123,7 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_other(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_states_that_sampling_keeps_are_those_of_a_pass(
-    new_model: Make, prompts_of: Callable[..., Prompts], dtype: torch.dtype
+    new_model: Make, prompts_of: Make, dtype: torch.dtype
 ) -> None:
     """In float32; in bfloat16, where they differ by rounding, none are kept."""
     lm, prompts = LM(new_model(), dtype), prompts_of(*TEXTS)
@@ -152,7 +137,7 @@ def test_the_states_that_sampling_keeps_are_those_of_a_pass(
     torch.testing.assert_close(sampled.states, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: Callable[..., Prompts]) -> None:
+def test_sequences_come_as_often_as_the_model_says(new_model: Make, prompts_of: Make) -> None:
     """Two tokens, 4000 samples, against the enumerated probabilities of all pairs."""
     model, count = new_model(seed=1, spread=0.3), 4000
     prompts = prompts_of(*["ab"] * count)
@@ -178,8 +163,6 @@ def test_a_prompt_may_hold_the_pad_and_eos_tokens(new_model: Make) -> None:
     padded = LM(model).sample([special, longer], noise, sampling)
     assert padded.rows()[0] == alone.rows()[0]
 
-
-# ---- what a step costs
 
 FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty"}
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}
@@ -232,10 +215,7 @@ def test_a_step_in_bfloat16_casts_no_weight_and_reads_nothing(kind: str, monkeyp
 
 
 def test_a_rollout_reads_from_the_device_only_to_test_for_finished_rows(
-    new_model: Make,
-    prompts_of: Callable[..., Prompts],
-    reads_of: Callable[..., list[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    new_model: Make, prompts_of: Make, reads_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", 8)
     model, prompts = new_model(), prompts_of(*TEXTS)

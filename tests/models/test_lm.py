@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from rlhf_kl.models.lm import LM, cache_name, check_head, enable_recompute, reco
 from rlhf_kl.ops.packing import Packed, pack_last, text_layout
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
+from tests.made import Make
 
-Make = Callable[..., Any]
 TEXTS = [[1, 3, 4, 5, 6, 3, 2], [1, 6], [1, 5, 5, 0, 4]]
 STARTS = [4, 1, 1]  # of the tokens whose states are read
 TOKENS = 3 + 1 + 4
@@ -58,9 +57,6 @@ def test_gradients_are_those_of_the_models_own_pass(new_model: Make) -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert float(gradients[0].norm()) > 0.1
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-
-
-# ---- models that cannot be read so ----
 
 
 class Louder(GPT2LMHeadModel):

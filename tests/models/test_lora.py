@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +9,9 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import Prompts, Sampling
-from tests.made import move
+from rlhf_kl.types import Sampling
+from tests.made import Make, move
 
-Make = Callable[..., Any]
 SAMPLING = Sampling(8, 0.9, [2], 0)
 
 
@@ -30,9 +27,7 @@ def pair(request: pytest.FixtureRequest, new_model: Make) -> tuple[LM, AdapterRe
     return LM(policy), reference, start
 
 
-def test_switched_off_it_is_the_start_bit_for_bit(
-    pair: tuple[LM, AdapterReference, LM], prompts_of: Callable[..., Prompts]
-) -> None:
+def test_switched_off_it_is_the_start_bit_for_bit(pair: tuple[LM, AdapterReference, LM], prompts_of: Make) -> None:
     """What it samples, its states, and its logits at them; and the policy is what it was afterwards."""
     policy, reference, start = pair
     rows = pack_last([[1, 3, 4, 5], [1, 6]], torch.device("cpu"))
@@ -49,9 +44,7 @@ def test_switched_off_it_is_the_start_bit_for_bit(
         assert torch.equal(policy.hidden(rows), before)
 
 
-def test_it_may_be_read_in_the_middle_of_a_pass_of_the_policy(
-    pair: tuple[LM, AdapterReference, LM],
-) -> None:
+def test_it_may_be_read_in_the_middle_of_a_pass_of_the_policy(pair: tuple[LM, AdapterReference, LM]) -> None:
     """As the exact KL in the loss does: the policy's gradients are those of its own pass."""
     policy, reference, _ = pair
     rows = pack_last([[1, 3, 4, 5], [1, 6]], torch.device("cpu"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +24,8 @@ from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Prompts, RolloutBatch, Sampling
+from tests.made import Make
 
-Make = Callable[..., Any]
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
 SAMPLING = Sampling(8, 0.8, [2], 0)
@@ -72,7 +71,7 @@ def in_float64(lm: LM, rollout: RolloutBatch, rounded: torch.dtype = torch.float
 
 @pytest.mark.parametrize("shift", [-70.0, 40.0])
 def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
-    shifted: Make, prompts_of: Callable[..., Prompts], letters: Any, shift: float
+    shifted: Make, prompts_of: Make, letters: Any, shift: float
 ) -> None:
     """Of the sampler, of the scoring pass and of a training pass."""
     lm = LM(shifted(shift), BF16)
@@ -92,7 +91,7 @@ def test_log_probs_of_bfloat16_layers_are_those_of_float64_at_the_same_states(
 
 
 def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
-    shifted: Make, prompts_of: Callable[..., Prompts], letters: Any
+    shifted: Make, prompts_of: Make, letters: Any
 ) -> None:
     policy = LM(shifted(-70.0, moved=0.1), BF16)
     reference = frozen_lm(shifted(-70.0), BF16, CPU)
@@ -110,9 +109,6 @@ def test_the_exact_kl_of_two_bfloat16_models_is_that_of_float64_at_their_states(
         torch.testing.assert_close(result[rollout.mask].double(), exact, rtol=1e-3, atol=1e-4)
 
 
-# ---- the padding check ----
-
-
 def start(policy: Any, prompts: Prompts, dtype: torch.dtype) -> list[str]:
     """The checks of a run that starts from `policy`."""
     lm, reference = LM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)
@@ -124,14 +120,12 @@ def start(policy: Any, prompts: Prompts, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("shift", [-100.0, 0.0, 60.0])
-def test_a_shift_passes_the_padding_check(
-    shifted: Make, prompts_of: Callable[..., Prompts], shift: float, dtype: torch.dtype
-) -> None:
+def test_a_shift_passes_the_padding_check(shifted: Make, prompts_of: Make, shift: float, dtype: torch.dtype) -> None:
     results = start(shifted(shift), prompts_of(*TEXTS), dtype)
     assert any("padded against unpadded" in line for line in results)
 
 
-def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: Callable[..., Prompts]) -> None:
+def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: Make) -> None:
     sampled = LM(shifted(0.0)).sample(prompts_of(*TEXTS).ids, uniforms(len(TEXTS), 8, 0, "x"), SAMPLING)
     other = sampled.logprobs.clone()
     other[1, 0] += 0.25

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,14 @@ from tokenizers import processors
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, train_tokenizer
 from rlhf_kl.models.text import decode_responses, encode, pad, position_ids
+from tests.made import Make
 
 
-def test_bos_stands_in_front_exactly_once(letters: Any) -> None:
+def test_bos_stands_in_front_once_where_the_tokenizers_own_call_puts_it(letters: Any) -> None:
     assert encode(letters, "abc") == [1, 3, 4, 5]
     assert encode(letters, "abc", bos=False) == [3, 4, 5]
     assert encode(letters, "<bos>a") == encode(letters, "<bos>a", bos=True) == [1, 3]
-
-
-def test_bos_stands_only_where_the_tokenizers_own_call_puts_it(letters: Any) -> None:
-    """Those of GPT-2 and Pythia have a bos, and add none."""
-    bare = copy.deepcopy(letters)
+    bare = copy.deepcopy(letters)  # as those of GPT-2 and Pythia, which have a bos and add none
     bare.backend_tokenizer.post_processor = processors.Sequence([])
     for tokenizer in (letters, bare):
         assert encode(tokenizer, "ab") == tokenizer("ab")["input_ids"]
@@ -53,12 +49,6 @@ def tokenizer() -> Any:
     return train_tokenizer(SENTENCES, vocab_size=300, context=64)
 
 
-def test_the_three_special_tokens_are_distinct(tokenizer: Any) -> None:
-    ids = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
-    assert len(ids) == 3
-    assert None not in ids
-
-
 @pytest.mark.parametrize("text", ["the room was clean", " leading space", "naïve café 🙂\nline", "", "a  b "])
 def test_any_text_comes_back_as_it_was(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(encode(tokenizer, text, bos=False)) == text
@@ -67,13 +57,11 @@ def test_any_text_comes_back_as_it_was(tokenizer: Any, text: str) -> None:
 def test_saved_and_loaded_it_is_the_same(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     again = load_tokenizer(str(tmp_path))
+    assert len({tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}) == 3
     text = "the food was café"
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.padding_side == "left"
     assert again.pad_token_id == tokenizer.pad_token_id
-
-
-Make = Callable[..., Any]
 
 
 def test_a_response_keeps_special_tokens_but_for_eos_pad_and_bos(letters: Any) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from rlhf_kl.models.value import (
     zero_head,
 )
 from rlhf_kl.ops.packing import Packed, text_layout
+from tests.made import Make
 
-Make = Callable[..., Any]
 ROW = [1, 3, 4, 5, 6, 3, 2]  # bos, four letters of a prompt, one of the response, eos
 
 

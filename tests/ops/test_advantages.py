@@ -51,9 +51,7 @@ def test_a_table_worked_by_hand() -> None:
     assert returns.tolist() == [[2.25, 1.0, 6.0]]
 
 
-def test_nothing_outside_the_mask_counts_and_nothing_is_written_there(
-    batch: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_nothing_outside_the_mask_counts_and_nothing_is_written_there(batch: tuple[Tensor, Tensor, Tensor]) -> None:
     rewards, values, mask = batch
     clean = gae(rewards * mask, values * mask, mask, 0.9, 0.8)
     dirty = gae(torch.where(mask, rewards, 1e6), torch.where(mask, values, -1e6), mask, 0.9, 0.8)
@@ -76,8 +74,6 @@ def test_the_inputs_stay_as_they_were(batch: tuple[Tensor, Tensor, Tensor]) -> N
     gae(*batch, 0.9, 0.8)
     assert all(torch.equal(a, b) for a, b in zip(batch, copies, strict=True))
 
-
-# ---- groups
 
 MASK = left_run(3, 1, 2, 2, width=3)  # two groups of two
 PENALTIES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [0.5, 0.5, 9.0], [1.0, 0.0, 9.0]])

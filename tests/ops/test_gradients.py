@@ -266,9 +266,6 @@ def test_the_exact_form_has_less_variance_than_k1(models: Models) -> None:
     assert variance(kl_of_next_states(exact.detach(), policy.mask, 1.0), BETA) < sampled
 
 
-# ---- groups of responses instead of a value function
-
-
 class Pairs:
     """Every pair of responses to one prompt, as groups of two; the symbol 0 ends a response."""
 

@@ -98,8 +98,6 @@ def test_an_unknown_estimator_and_exact_are_refused() -> None:
         estimate_kl(logp, logq[:3])
 
 
-# ---- the public functions ----
-
 SCORES = torch.tensor([1.0, 0.5, -0.2, 0.8])
 LOGPROBS = torch.tensor([-2.0, -2.5, -3.0, -2.2])
 REFERENCE = torch.tensor([-2.1, -2.3, -2.8, -2.5])

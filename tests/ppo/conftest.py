@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-Make = Callable[..., Any]
+from tests.made import Make
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rollout": {"batch_size": 32, "max_new_tokens": 8},
     "ppo": {
         "total_episodes": 640,
+        "epochs": 2,
         "minibatch_size": 16,
         "microbatch_size": 8,
-        "epochs": 2,
         "learning_rate": 3e-3,
         "lr_schedule": "constant",
     },
@@ -83,14 +83,8 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
         prompts = PromptStream(prompts_of("a", "ab", "cd", "dcba", "bbb"), size, config.run.seed, group)
         sampling = Sampling(config.rollout.max_new_tokens, config.rollout.temperature, [2], 0)
         shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
-        own = adamw(
-            model.policy.module,
-            config.ppo.learning_rate,
-            0.0,
-            critic,
-            config.ppo.critic_learning_rate,
-            value=model.value,
-        )
+        rates = config.ppo.learning_rate, 0.0, critic, config.ppo.critic_learning_rate
+        own = adamw(model.policy.module, *rates, value=model.value)
         return PPOTrainer(
             config,
             model,
@@ -102,26 +96,3 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
         )
 
     return make
-
-
-class Recorder:
-    """A controller that only writes down what it is given."""
-
-    def __init__(self, coef: float = 0.2) -> None:
-        self.coef = coef
-        self.updates: list[tuple[float, int]] = []
-        self.observed: list[tuple[float, float, float]] = []
-
-    def update(self, kl: float, episodes: int) -> None:
-        self.updates.append((kl, episodes))
-        self.coef *= 2
-
-    def observe_update(self, kl_before: float, kl_after: float, kl_whole: float) -> None:
-        assert len(self.observed) == len(self.updates)  # before the update that it belongs to
-        self.observed.append((kl_before, kl_after, kl_whole))
-
-
-@pytest.fixture
-def recorder() -> type[Recorder]:
-    """`recorder(coef)`: a controller whose `updates` and `observed` updates can be looked at."""
-    return Recorder

@@ -15,10 +15,7 @@ from torch import nn
 from rlhf_kl.kl_controllers import as_controller
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult, KLForecast
-from rlhf_kl.ppo.metrics import update_row
-from rlhf_kl.ppo.step import PPOTrainer
-
-Make = Callable[..., Any]
+from tests.made import Make, Recorder, row_of
 
 
 class Point:
@@ -146,9 +143,6 @@ def test_it_ends_and_never_leaves_the_kl_above_the_ceiling(
     assert point.measured < 20
 
 
-# ---- the forecast
-
-
 def test_the_forecast_learns_how_much_more_the_next_rollout_reads() -> None:
     """States of the new policy lie further away: a change by 0.05 at the old states is one by 0.08 at its own."""
     forecast, kl = KLForecast(0.15), 0.02
@@ -195,23 +189,16 @@ def test_without_a_limit_the_kl_is_measured_for_who_uses_it(measures: bool) -> N
     assert point.place == pytest.approx(0.9)
 
 
-# ---- in the trainer ----
-
-
-def moved_far(trainer: PPOTrainer, updates: int) -> list[dict[str, Any]]:
-    return [update_row(trainer.update(step), trainer.config) for step in range(1, updates + 1)]
-
-
 @pytest.mark.parametrize("unit", ["token", "sequence"])
-def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, recorder: Make, unit: str) -> None:
+def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, unit: str) -> None:
     ceiling = 0.1 if unit == "token" else 0.5
-    law = recorder(0.01)
+    law = Recorder(0.01)
     trainer = make_trainer(
         controller=as_controller(law, max_coef=0.02),
         ppo={"learning_rate": 1e-2},
         kl={"unit": unit, "target": ceiling / 2, "ceiling": {"value": ceiling, "action": "backtrack"}},
     )
-    rows = moved_far(trainer, 6)
+    rows = [row_of(trainer, step) for step in range(1, 7)]
     assert max(row[f"kl/{unit}"] for row in rows) < 1.3 * ceiling  # the old states read a little low
     assert min(row["kl/backtrack_factor"] for row in rows) < 1.0
     for row, (_, after, whole) in zip(rows, law.observed, strict=True):
@@ -220,15 +207,15 @@ def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, 
     assert rows[0]["kl/ceiling"] == ceiling
 
 
-def test_from_above_the_ceiling_it_comes_back_at_once(make_trainer: Make, new_model: Make, recorder: Make) -> None:
+def test_from_above_the_ceiling_it_comes_back_at_once(make_trainer: Make, new_model: Make) -> None:
     """A policy that starts far from its reference, with a reward that pulls nowhere near."""
     trainer = make_trainer(
         policy=new_model(seed=3, spread=0.15),
         reference=new_model(seed=3, spread=0.1),
-        controller=as_controller(recorder(1e-3), max_coef=1e-3),
+        controller=as_controller(Recorder(1e-3), max_coef=1e-3),
         kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
         ppo={"learning_rate": 1e-3},
     )
-    kls = [row["kl/token"] for row in moved_far(trainer, 10)]
+    kls = [row_of(trainer, step)["kl/token"] for step in range(1, 11)]
     assert kls[0] > 0.015
     assert max(kls[1:]) < 0.012

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE, WordLevel
 from torch.distributions import Categorical, kl_divergence
 from transformers import PreTrainedTokenizerFast
 
@@ -21,15 +19,16 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_sums, windows
+from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.text import decode_responses, encode
 from rlhf_kl.ppo.evaluate import Samples, distinct_2, errors_of, figures_of, policy_samples, standard_error, token_rows
 from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import Prompts, Sampling
+from rlhf_kl.types import Prompts, Sampled, Sampling
+from tests.made import Make
 
-Make = Callable[..., Any]
 TEXTS = ["abcd", "a", "ddddcccc", "badc" * 6]
 
 
@@ -52,9 +51,10 @@ def nll(model: Any, ids: list[int], first: int = 1) -> float:
     return -sum(float(logp[t - 1, ids[t]]) for t in range(first, len(ids)))
 
 
-def test_against_a_direct_computation(new_model: Make, letters: Any) -> None:
+@pytest.mark.parametrize("batch", [1, 3, 32])
+def test_against_a_direct_computation(new_model: Make, letters: Any, batch: int) -> None:
     model = new_model()
-    result = perplexity(LM(model), letters, TEXTS)
+    result = perplexity(LM(model), letters, TEXTS, rows=batch)
     rows = [encode(letters, text) for text in TEXTS]  # bos in front, no eos
     total, tokens = sum(nll(model, row) for row in rows), sum(len(text) for text in TEXTS)
     assert result.tokens == tokens
@@ -71,14 +71,10 @@ def test_bytes_are_those_of_utf8(new_model: Make, letters: Any) -> None:
 
 def byte_level(**special: str) -> Any:
     """A tokenizer of the 256 bytes without merges, and what is special beside them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from tokenizers.decoders import ByteLevel
-    from transformers import PreTrainedTokenizerFast
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor, tokenizer.decoder = processors.ByteLevel(trim_offsets=True), ByteLevel()
+    tokenizer.post_processor, tokenizer.decoder = processors.ByteLevel(trim_offsets=True), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -90,8 +86,6 @@ def byte_level(**special: str) -> Any:
 )
 def test_a_uniform_model_over_bytes_has_the_bits_of_its_vocabulary(texts: list[str], bos: dict[str, str]) -> None:
     """8 bits a byte for 256 tokens, whatever the first token of a document is."""
-    from rlhf_kl.models.scratch import new_gpt2
-
     tokenizer = byte_level(**bos)
     size, first = len(tokenizer), 0 if bos else 1
     model = new_gpt2(vocab_size=size, hidden_size=8, layers=1, heads=1, context=32, tokenizer=tokenizer, seed=0)
@@ -101,22 +95,6 @@ def test_a_uniform_model_over_bytes_has_the_bits_of_its_vocabulary(texts: list[s
     assert result.tokens == result.bytes == sum(max(0, len(text.encode()) - first) for text in texts)
     assert result.bits_per_byte == pytest.approx(math.log2(size), rel=1e-6)
     assert size == 256 + len(bos)
-
-
-def test_order_and_batches_change_nothing(new_model: Make, letters: Any) -> None:
-    model = new_model()
-    whole = perplexity(LM(model), letters, TEXTS)
-    for texts, rows in ((TEXTS[::-1], 32), (TEXTS, 1), (TEXTS, 3)):
-        result = perplexity(LM(model), letters, texts, rows=rows)
-        assert result.nats_per_token == pytest.approx(whole.nats_per_token, rel=1e-6)
-        assert result.tokens == whole.tokens
-
-
-def test_the_mean_is_over_tokens_and_not_over_documents(new_model: Make, letters: Any) -> None:
-    model = new_model()
-    one, other = (perplexity(LM(model), letters, [text]) for text in ("a", "badc" * 6))
-    both = perplexity(LM(model), letters, ["a", "badc" * 6])
-    assert both.nats_per_token == pytest.approx((one.nats_per_token + 24 * other.nats_per_token) / 25)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 12, 13, 40, 41])
@@ -140,9 +118,7 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
     assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
 
 
-def test_smaller_passes_change_no_figure(
-    new_model: Make, letters: Any, prompts_of: Callable[..., Prompts], smaller_passes: Callable[[], list[int]]
-) -> None:
+def test_smaller_passes_change_no_figure(new_model: Make, letters: Any, prompts_of: Make, smaller_passes: Make) -> None:
     policy, reference = (LM(new_model(seed)) for seed in (0, 1))
     prompts = prompts_of(*(x + y for x in "abcd" for y in "abcd"))
     sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_ids=[letters.eos_token_id], pad_id=letters.pad_token_id)
@@ -166,12 +142,9 @@ def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:
     assert written.tokens == written.bytes == 4
 
 
-def test_empty_documents_count_for_nothing(new_model: Make, letters: Any) -> None:
-    model = new_model()
-    beside, alone = (perplexity(LM(model), letters, texts) for texts in (["", "abcd", ""], ["abcd"]))
-    assert beside.nats_per_token == alone.nats_per_token
+def test_empty_documents_alone_have_no_perplexity(new_model: Make, letters: Any) -> None:
     with pytest.raises(InputError, match="no document has a token"):
-        perplexity(LM(model), letters, ["", ""])
+        perplexity(LM(new_model()), letters, ["", ""])
 
 
 def test_progress_tells_of_every_window(new_model: Make, letters: Any) -> None:
@@ -238,34 +211,42 @@ def twice(prompts: Any, responses: Any) -> list[float]:
 WITH_GOLD = Scorers(Scorer("reward", PluginReward(lengths)), Scorer("gold", PluginReward(twice), 0.0))
 
 
+SAMPLING = Sampling(6, 1.0, [2], 0)
+
+
 @pytest.fixture
-def figures(new_model: Make, letters: Any, prompts_of: Callable[..., Prompts]) -> Make:
-    """`figures(reference=..., batch_size=...)` of one policy on twelve prompts."""
-
-    def make(policy: LM, reference: LM, seed: int = 0, **arguments: Any) -> Any:
-        prompts, sampling = prompts_of(*["ab", "c", "dabc"] * 4), Sampling(6, 1.0, [2], 0)
-        return policy_figures(policy, reference, prompts, seed, sampling, letters, **arguments)
-
-    return make
+def prompts(prompts_of: Make) -> Prompts:
+    return prompts_of(*["ab", "c", "dabc"] * 4)  # type: ignore[no-any-return]
 
 
-def test_figures_of_a_policy(
-    new_model: Make, letters: Any, prompts_of: Callable[..., Prompts], figures: Make, own_logits: Make
-) -> None:
-    """Against each response of the same noise by itself, in float64."""
-    policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
-    result = figures(policy, reference, scorers=WITH_GOLD)
-    prompts = prompts_of(*["ab", "c", "dabc"] * 4)
-    sampled = policy.sample(prompts.ids, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
-    texts, tokens = decode_responses(letters, sampled.rows(), [2]), sampled.mask.sum(1).tolist()
-    kl = 0.0
-    for i, count in enumerate(tokens):
+@pytest.fixture
+def figures(prompts: Prompts, letters: Any) -> Make:
+    """`figures(policy, reference, batch_size=...)`."""
+    return lambda policy, reference, seed=0, **arguments: policy_figures(
+        policy, reference, prompts, seed, SAMPLING, letters, **arguments
+    )
+
+
+def kl_by_row(policy: LM, reference: LM, prompts: Prompts, own_logits: Make) -> tuple[Sampled, float]:
+    """Samples of the first model, and the sum of its KL to the second at their states, in float64."""
+    sampled, kl = policy.sample(prompts.ids, uniforms(12, 6, 0, "evaluation"), SAMPLING), 0.0
+    for i, count in enumerate(sampled.mask.sum(1).tolist()):
         row = torch.cat([torch.tensor(prompts.ids[i]), sampled.ids[i, :count]])
         pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (policy, reference))
         kl += float(kl_divergence(*pair).sum())
+    return sampled, kl
+
+
+def test_figures_of_a_policy(new_model: Make, letters: Any, prompts: Prompts, figures: Make, own_logits: Make) -> None:
+    """Against each response of the same noise by itself."""
+    policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
+    result = figures(policy, reference, scorers=WITH_GOLD)
+    sampled, kl = kl_by_row(policy, reference, prompts, own_logits)
+    other, forward_kl = kl_by_row(reference, policy, prompts, own_logits)
+    texts, tokens = decode_responses(letters, sampled.rows(), [2]), sampled.mask.sum(1).tolist()
     assert result.kl_sequence == pytest.approx(kl / 12, rel=1e-4)
     assert result.kl_token == pytest.approx(kl / sum(tokens), rel=1e-4)
-    assert result.forward_kl_token == pytest.approx(forward_kl(policy, reference, prompts, own_logits), rel=1e-4)
+    assert result.forward_kl_token == pytest.approx(forward_kl / int(other.mask.sum()), rel=1e-4)
     assert result.scores == pytest.approx(sum(map(len, texts)) / 12)
     assert result.gold == pytest.approx(2 * result.scores)
     assert result.length == pytest.approx(sum(tokens) / 12)
@@ -273,11 +254,11 @@ def test_figures_of_a_policy(
 
 
 def test_the_samples_of_the_reference_are_drawn_once(
-    new_model: Make, letters: Any, prompts_of: Callable[..., Prompts], monkeypatch: pytest.MonkeyPatch
+    new_model: Make, letters: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second evaluation has another policy, and the forward KL of that policy."""
     first, second, reference = (LM(new_model(seed=seed)) for seed in (3, 4, 2))
-    prompts, drawn, count = prompts_of(*["ab", "c", "dabc"] * 4), {}, 0
+    drawn, count = {}, 0
 
     def counted(*arguments: Any) -> Any:
         nonlocal count
@@ -286,22 +267,11 @@ def test_the_samples_of_the_reference_are_drawn_once(
 
     monkeypatch.setattr("rlhf_kl.ppo.evaluate.sample", counted)
     for policy in (first, second):
-        rest = (prompts, range(12), 0, Sampling(6, 1.0, [2], 0), letters)
+        rest = (prompts, range(12), 0, SAMPLING, letters)
         kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
         assert kept == policy_samples(policy, reference, *rest, batch_size=5)
     assert all(sampled.states is None for _, sampled in drawn.values())
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
-
-
-def forward_kl(policy: LM, reference: LM, prompts: Prompts, own_logits: Make) -> float:
-    """KL of the reference to the policy, per token of the reference's own samples."""
-    sampled = reference.sample(prompts.ids, uniforms(12, 6, 0, "evaluation"), Sampling(6, 1.0, [2], 0))
-    tokens, kl = sampled.mask.sum(1).tolist(), 0.0
-    for i, count in enumerate(tokens):
-        row = torch.cat([torch.tensor(prompts.ids[i]), sampled.ids[i, :count]])
-        pair = (Categorical(logits=own_logits(lm.model, row)[-count - 1 : -1]) for lm in (reference, policy))
-        kl += float(kl_divergence(*pair).sum())
-    return kl / sum(tokens)
 
 
 def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:
@@ -332,7 +302,7 @@ def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model:
     assert figures(policy, reference, scorers=WITH_GOLD, seed=1) != whole
 
 
-def test_a_real_model_on_real_stories(real_data: Path, own_logits: Any) -> None:
+def test_a_real_model_on_real_stories(real_data: Path, own_logits: Make) -> None:
     """The figures of its own forward pass over each text alone: bos prepended, eos not scored."""
     folder = str(real_data / "models" / "TinyStories-656K-resaved")
     stories = real_data / "data" / "tinystories-1000" / "stories.jsonl"
@@ -349,7 +319,7 @@ def test_a_real_model_on_real_stories(real_data: Path, own_logits: Any) -> None:
 
 def test_a_token_keeps_the_blank_that_a_decoder_drops_at_the_start_of_a_text() -> None:
     raw = Tokenizer(WordLevel({"▁a": 0, "▁": 1, "always": 2, "d": 3}, unk_token="d"))
-    raw.pre_tokenizer, raw.decoder = Metaspace(), decoders.Metaspace()
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     zeros = torch.zeros(3)
     rows = token_rows(PreTrainedTokenizerFast(tokenizer_object=raw), torch.tensor([3, 1, 2]), zeros, zeros, zeros)
     assert [row["text"] for row in rows] == ["d", " ", "always"]

@@ -7,7 +7,6 @@ probability of its response, so that the sum is the expected gradient of an upda
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,8 @@ from rlhf_kl.ppo.objectives import Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled
+from tests.made import Make
 
-Make = Callable[..., Any]
 BETA, TEMPERATURE, EOS = 0.7, 0.8, 2
 PROMPT = [1, 3, 4]
 
@@ -135,22 +134,17 @@ def assert_parallel(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found / found.norm(), wanted / wanted.norm(), rtol=1e-3, atol=1e-4)
 
 
+UNBIASED = pytest.mark.parametrize(("placement", "estimator"), [("reward", "k1"), ("rao_blackwell", "exact")])
+
+
 @pytest.mark.parametrize("whiten_rewards", [False, True])
 @pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.parametrize(
-    ("placement", "estimator"), [("reward", "k1"), ("rao_blackwell", "exact")], ids=lambda value: str(value)
-)
+@UNBIASED
 def test_the_true_gradient(
     make_trainer: Make, new_model: Make, placement: str, estimator: str, length: int, whiten_rewards: bool
 ) -> None:
-    case = Case(
-        make_trainer,
-        new_model,
-        length,
-        {"whiten_rewards": whiten_rewards},
-        placement=placement,
-        estimator=estimator,
-    )
+    ppo = {"whiten_rewards": whiten_rewards}
+    case = Case(make_trainer, new_model, length, ppo, placement=placement, estimator=estimator)
     wanted = case.true()
     for part in (case.true(scores=0.0), case.true(beta=0.0)):
         assert float(part.norm() / wanted.norm()) > 0.2  # neither part is lost beside the other
@@ -158,9 +152,7 @@ def test_the_true_gradient(
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.5])
-@pytest.mark.parametrize(
-    ("placement", "estimator"), [("reward", "k1"), ("rao_blackwell", "exact")], ids=lambda value: str(value)
-)
+@UNBIASED
 def test_the_true_gradient_of_discounted_returns(
     make_trainer: Make, new_model: Make, placement: str, estimator: str, gamma: float
 ) -> None:
@@ -173,9 +165,8 @@ def test_the_true_gradient_of_discounted_returns(
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
 def test_the_gradient_of_discounted_returns_after_a_step(make_trainer: Make, new_model: Make, gamma: float) -> None:
-    case = Case(
-        make_trainer, new_model, 3, {"gamma": gamma, "cliprange": 1e3}, placement="rao_blackwell", estimator="exact"
-    )
+    ppo = {"gamma": gamma, "cliprange": 1e3}
+    case = Case(make_trainer, new_model, 3, ppo, placement="rao_blackwell", estimator="exact")
     at_the_sampler = case.discounted(gamma)
     case.move(0.1)
     wanted = case.discounted(gamma)
@@ -183,30 +174,22 @@ def test_the_gradient_of_discounted_returns_after_a_step(make_trainer: Make, new
     assert_parallel(case.taken(), wanted)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "exact"])
-def test_a_loss_on_one_step_is_the_true_gradient_too(make_trainer: Make, new_model: Make, estimator: str) -> None:
-    case = Case(make_trainer, new_model, 1, {}, placement="loss", estimator=estimator)
-    assert_parallel(case.taken(), case.true())
-
-
-def test_k1_as_a_loss_leaves_the_score_alone(make_trainer: Make, new_model: Make) -> None:
-    case = Case(make_trainer, new_model, 2, {}, placement="loss", estimator="k1")
-    assert_parallel(case.taken(), case.true(beta=0.0))
-
-
-def test_k3_as_a_loss_is_the_other_direction(make_trainer: Make, new_model: Make) -> None:
-    case = Case(make_trainer, new_model, 1, {}, placement="loss", estimator="k3")
-    assert_parallel(case.taken(), case.true(beta=0.0) + BETA * case.reverse_kl())
-
-
-def test_k3_in_the_reward_is_the_difference_of_both_directions(make_trainer: Make, new_model: Make) -> None:
-    case = Case(make_trainer, new_model, 1, {}, placement="reward", estimator="k3")
-    assert_parallel(case.taken(), case.true() - BETA * case.reverse_kl())
-
-
-def test_exact_kl_in_the_reward_of_one_step_pulls_nowhere(make_trainer: Make, new_model: Make) -> None:
-    case = Case(make_trainer, new_model, 1, {}, placement="reward", estimator="exact")
-    assert_parallel(case.taken(), case.true(beta=0.0))
+@pytest.mark.parametrize(
+    ("placement", "estimator", "steps", "kl", "reverse"),
+    [
+        ("loss", "k2", 1, BETA, 0.0),
+        ("loss", "exact", 1, BETA, 0.0),
+        ("loss", "k1", 2, 0.0, 0.0),  # pulls nowhere
+        ("loss", "k3", 1, 0.0, BETA),  # the other direction
+        ("reward", "k3", 1, BETA, -BETA),  # the difference of both
+        ("reward", "exact", 1, 0.0, 0.0),  # a baseline of its own token
+    ],
+)
+def test_what_another_kl_pulls_to(
+    make_trainer: Make, new_model: Make, placement: str, estimator: str, steps: int, kl: float, reverse: float
+) -> None:
+    case = Case(make_trainer, new_model, steps, {}, placement=placement, estimator=estimator)
+    assert_parallel(case.taken(), case.true(beta=kl) + reverse * case.reverse_kl())
 
 
 def test_a_value_of_the_state_is_a_baseline_and_moves_no_expectation(make_trainer: Make, new_model: Make) -> None:

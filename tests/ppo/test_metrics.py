@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,27 +12,27 @@ from rlhf_kl.ops.logprobs import compare_distributions
 from rlhf_kl.ops.masked import mean_of_groups
 from rlhf_kl.ppo.metrics import rollout_metrics, sampling_gap, update_row
 from rlhf_kl.ppo.step import Update
-from rlhf_kl.types import RolloutBatch
+from tests.made import Make, rollout
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
-KL = torch.tensor([[0.1, 0.3, 9.0], [0.5, 9.0, 9.0]])
-IDS = torch.zeros(2, 3, dtype=torch.long)
-BATCH = RolloutBatch(
-    prompt_ids=IDS,
-    prompt_mask=MASK,
-    response_ids=IDS,
-    mask=MASK,
-    logprobs=torch.tensor([[-1.0, -2.0, 0.0], [-1.0, 0.0, 0.0]]),
-    ref_logprobs=torch.tensor([[-1.5, -1.0, 0.0], [-3.0, 0.0, 0.0]]),
-    exact_kl=KL,
-    entropy=torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]),
-    k1_variance=torch.tensor([[0.25, 1.0, 9.0], [4.0, 9.0, 9.0]]),
-    logprob_variance=torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]),
-    values=torch.zeros(2, 3),
+
+
+def padded(first: float, second: float, other: float) -> torch.Tensor:
+    """Of the three tokens; padding counts for nothing, whatever it holds."""
+    return torch.tensor([[first, second, math.nan], [other, math.nan, math.nan]])
+
+
+BATCH = rollout(
+    MASK,
+    logprobs=padded(-1.0, -2.0, -1.0),
+    ref_logprobs=padded(-1.5, -1.0, -3.0),
+    exact_kl=padded(0.1, 0.3, 0.5),
+    entropy=padded(1.0, 2.0, 3.0),
+    k1_variance=padded(0.25, 1.0, 4.0),
+    logprob_variance=padded(1.0, 2.0, 3.0),
     scores={"reward": torch.tensor([1.0, 3.0]), "terms.length": torch.tensor([0.25, 0.75])},
     shaped_scores=torch.tensor([0.5, 1.5]),
     ended=torch.tensor([True, False]),
-    prompts=["a", "b"],
     responses=["c", "d"],
     penalties={"missing_eos": torch.tensor([0.0, 1.0])},
 )
@@ -55,14 +54,7 @@ def config(target: float = 0.1, unit: str = "token") -> TrainConfig:
     ],
 )
 def test_different_texts_of_a_batch(prompts: str, responses: str, size: int, share: float) -> None:
-    zeros = torch.zeros(4, 1)
-    ids, chosen = torch.zeros(4, 1, dtype=torch.long), torch.ones(4, 1, dtype=torch.bool)
-    batch = RolloutBatch(
-        *(ids, chosen, ids, chosen),
-        *[zeros] * 7,
-        {"reward": zeros[:, 0]},
-        *(zeros[:, 0], chosen[:, 0], list(prompts), list(responses)),
-    )
+    batch = rollout(torch.ones(4, 1, dtype=torch.bool), prompts=list(prompts), responses=list(responses))
     settings = TrainConfig.model_validate({"rollout": {"batch_size": 4, "samples_per_prompt": size}})
     assert rollout_metrics(batch, 0.5, settings)["rollout/distinct_responses"] == share
 
@@ -101,14 +93,6 @@ def test_a_batch_worked_by_hand() -> None:
     for key, value in wanted.items():
         assert row[key] == pytest.approx(value, rel=1e-5), key
     assert rollout_metrics(BATCH, 0.5, config(0.9, "sequence"))["kl/error"] == pytest.approx(-0.5)
-
-
-def test_padding_counts_for_nothing_whatever_it_holds() -> None:
-    dirty = {
-        name: torch.where(MASK, getattr(BATCH, name), torch.nan)
-        for name in ("exact_kl", "logprobs", "ref_logprobs", "entropy", "k1_variance", "logprob_variance")
-    }
-    assert rollout_metrics(replace(BATCH, **dirty), 0.5, config()) == rollout_metrics(BATCH, 0.5, config())
 
 
 def test_the_standard_error_is_the_spread_of_repeated_means() -> None:
@@ -150,7 +134,7 @@ def test_responses_to_one_prompt_are_one_draw() -> None:
     assert [alone[key] for key in keys] == [once[key] for key in keys]
 
 
-def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: Callable[..., Any]) -> None:
+def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: Make) -> None:
     """A NaN where nothing was trained; beta stays."""
     trainer = make_trainer()
     update = trainer.update(1)
@@ -162,9 +146,6 @@ def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: 
     assert unknown == {*of_steps, "kl/after_update"} - {"policy/epochs"}
     assert (left_out["kl/coef"], left_out["kl/coef_next"], left_out["kl/backtrack_factor"]) == (0.3, 0.3, 1.0)
     assert left_out["kl/token"] == row["kl/token"]
-
-
-# ---- a sampler that differs from what is computed ----
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])

@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer, Update
 from rlhf_kl.types import RolloutBatch
-
-Make = Callable[..., Any]
-
-
-def weights(module: Any) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
+from tests.made import Make, row_of, weights
 
 
 def plain_sgd(modules: Any) -> Any:
@@ -101,9 +95,11 @@ def test_every_epoch_and_update_has_minibatches_and_noise_of_its_own(make_traine
         assert sorted(rows.tolist()) == list(range(16))  # each row once an epoch
     assert not torch.equal(first[:2], first[2:])
     assert not torch.equal(first, second)
-    trainer.rollouts.prompts = PromptStream(trainer.rollouts.prompts.table.pick([0]), 16, 0)
-    one, other = (trainer.rollouts.sample(step)[0].texts for step in (1, 2))
-    assert one != other
+    drawn, table = set(), trainer.rollouts.prompts.table.pick([0])  # one prompt: only the noise differs
+    for seed, step in ((0, 1), (0, 2), (1, 1)):
+        trainer.rollouts.prompts = PromptStream(table, 16, seed)
+        drawn.add(tuple(trainer.rollouts.sample(step)[0].texts))
+    assert len(drawn) == 3
 
 
 def test_a_token_counts_the_same_in_every_row(rolled: Make) -> None:
@@ -143,9 +139,6 @@ def test_the_gradient_is_scaled_down_to_its_largest_norm(rolled: Make) -> None:
     assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
 
 
-# ---- memory ----
-
-
 def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither sampling, nor measuring, nor training, nor the ceiling; and all of them give what they gave at once."""
     kl = {"placement": "loss", "estimator": "exact", "target": 0.01, "ceiling": {"value": 0.02}}
@@ -156,7 +149,7 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
         sizes: list[int] = []
         for model in (trainer.model.policy.module, trainer.reference.lm.module):
             model.lm_head.register_forward_hook(lambda _head, _args, output, to=sizes: to.append(len(output)))
-        rows.append([update_row(trainer.update(step), trainer.config) for step in (1, 2)])
+        rows.append([row_of(trainer, step) for step in (1, 2)])
     assert max(sizes) == 20
     assert min(row["kl/backtrack_factor"] for row in rows[0]) < 1
     for whole, chunked in zip(*rows, strict=True):

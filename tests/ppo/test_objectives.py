@@ -16,37 +16,24 @@ from rlhf_kl.ops.head import Head
 from rlhf_kl.ppo.objectives import Loss, Targets, Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.types import RolloutBatch
+from tests.made import rollout
 
 BETA = 0.5
 MASK = torch.tensor([[True, True, False], [True, False, False]])
-IDS = torch.zeros(2, 3, dtype=torch.long)
 # Two responses, of two tokens and of one; what stands in padding must count for nothing.
-ROLLOUT = RolloutBatch(
-    prompt_ids=IDS,
-    prompt_mask=torch.ones(2, 3, dtype=torch.bool),
-    response_ids=IDS,
-    mask=MASK,
+ROLLOUT = rollout(
+    MASK,
     logprobs=torch.tensor([[-1.0, -2.0, 9.0], [-1.0, 9.0, 9.0]]),
     ref_logprobs=torch.tensor([[-1.5, -1.0, 7.0], [-3.0, 7.0, 7.0]]),
     exact_kl=torch.tensor([[0.1, 0.3, 9.0], [0.5, 9.0, 9.0]]),
-    entropy=torch.zeros(2, 3),
-    k1_variance=torch.zeros(2, 3),
-    logprob_variance=torch.zeros(2, 3),
-    values=torch.zeros(2, 3),
     scores={"reward": torch.tensor([50.0, 70.0])},
     shaped_scores=torch.tensor([1.0, 3.0]),
-    ended=torch.tensor([True, True]),
-    prompts=["a", "b"],
-    responses=["c", "d"],
 )
 
 
-def targets(
-    rollout: RolloutBatch = ROLLOUT, ppo: dict[str, Any] | None = None, value: str = "features", **kl: Any
-) -> Targets:
+def targets(batch: RolloutBatch = ROLLOUT, ppo: Any = None, value: str = "features", **kl: Any) -> Targets:
     settings = {"ppo": {"lam": 1.0, "gamma": 1.0} | (ppo or {}), "kl": kl, "policy": {"value": value}}
-    config = TrainConfig.model_validate(settings)
-    return ppo_targets(rollout, BETA, config)
+    return ppo_targets(batch, BETA, TrainConfig.model_validate(settings))
 
 
 def assert_tokens(x: Tensor, first: float, second: float, other: float) -> None:
@@ -90,13 +77,6 @@ def test_whitened_rewards_scale_score_and_kl_alike() -> None:
     assert whitened.kl_weight == pytest.approx(plain.kl_weight)
 
 
-def test_the_critic_of_another_lambda_has_the_same_discount() -> None:
-    """lambda 0: the reward and half of the value of the next state."""
-    rollout = replace(ROLLOUT, values=torch.tensor([[1.0, 2.0, 5.0], [1.0, 5.0, 5.0]]))
-    made = targets(rollout, {"gamma": 0.5, "critic_lam": 0.0}, "head", placement="loss", estimator="k2")
-    assert_tokens(made.returns, 1.0, 1.0, 3.0)
-
-
 @pytest.mark.parametrize(
     ("value", "ppo", "returns"),
     [
@@ -107,18 +87,17 @@ def test_the_critic_of_another_lambda_has_the_same_discount() -> None:
         ("features", {"lam": 0.0}, (1.0, 1.0, 3.0)),  # its own lambda is 1
         ("features", {"critic_lam": 0.0}, (2.0, 1.0, 3.0)),
         ("head", {"critic_lam": 0.5}, (1.5, 1.0, 3.0)),
+        ("head", {"critic_lam": 0.0, "gamma": 0.5}, (1.0, 1.0, 3.0)),  # half of the value of the next state
     ],
 )
 def test_returns_with_values(value: str, ppo: dict[str, Any], returns: tuple[float, float, float]) -> None:
-    rollout = replace(ROLLOUT, values=torch.tensor([[1.0, 2.0, 5.0], [1.0, 5.0, 5.0]]))
-    made = targets(rollout, ppo, value, placement="loss", estimator="k2")
+    batch = replace(ROLLOUT, values=torch.tensor([[1.0, 2.0, 5.0], [1.0, 5.0, 5.0]]))
+    made = targets(batch, ppo, value, placement="loss", estimator="k2")
     assert_tokens(made.returns, *returns)
-    if "critic_lam" in ppo:
+    if ppo.keys() == {"critic_lam"}:
         # The policy's own lambda is 1: advantages 0, -1 and 2, of mean 1/3 and spread sqrt(14)/3.
         assert_tokens(made.advantages, *(x / math.sqrt(14) for x in (-1.0, -4.0, 5.0)))
 
-
-# ---- losses ----
 
 # One token in each of two rows; the policy's two tokens are equally likely now, the reference says 1 : 3.
 FIRST = {name: value[:, :1] for name, value in vars(ROLLOUT).items() if isinstance(value, Tensor) and value.dim() == 2}

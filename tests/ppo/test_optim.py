@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from rlhf_kl import optim
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.optim import adamw, fit_critic, lr_factor, usual_learning_rate
+from tests.made import Make, weights
 
 
 @pytest.mark.parametrize(
@@ -86,25 +86,16 @@ def test_it_falls_with_the_size_and_is_ten_times_as_high_for_an_adapter() -> Non
         assert usual_learning_rate(size, adapter=True) == pytest.approx(10 * rate, rel=0.05)
 
 
-Make = Callable[..., Any]
-
-
-def weights(module: Any) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def with_critic(make_trainer: Make, new_model: Make, **sections: Any) -> Any:
+def with_critic(make_trainer: Make, **sections: Any) -> Any:
     """A trainer whose value function reads features of the reference."""
-    critic = FeatureCritic(16, mean=0.0, scale=1.0, seed=0)
-    policy = new_model(seed=3, spread=0.1)
-    return make_trainer(policy=policy, critic=critic, **sections)
+    return make_trainer(critic=FeatureCritic(16, mean=0.0, scale=1.0, seed=0), **sections)
 
 
-def test_a_critic_is_fitted_after_its_values_were_used(make_trainer: Make, new_model: Make) -> None:
+def test_a_critic_is_fitted_after_its_values_were_used(make_trainer: Make) -> None:
     """The first policy step is the same whatever the critic then learns: no advantage knows its own return."""
     policies = []
     for rate in (1e-3, 1e-1):
-        trainer = with_critic(make_trainer, new_model, ppo={"critic_learning_rate": rate})
+        trainer = with_critic(make_trainer, ppo={"critic_learning_rate": rate})
         before = weights(trainer.model.critic)
         trainer.update(1)
         assert not torch.equal(weights(trainer.model.critic), before)
@@ -112,36 +103,29 @@ def test_a_critic_is_fitted_after_its_values_were_used(make_trainer: Make, new_m
     assert torch.equal(*policies)
 
 
-def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make, new_model: Make) -> None:
+def test_the_ceiling_cuts_the_policy_and_not_its_critic(make_trainer: Make) -> None:
     """The critic of a run whose every update is cut to next to nothing still learns."""
     kl = {"target": 1e-7, "ceiling": {"value": 2e-7, "action": "backtrack"}}  # beta is constant
-    trainer = with_critic(make_trainer, new_model, kl=kl, ppo={"learning_rate": 0.1})
+    trainer = with_critic(make_trainer, kl=kl, ppo={"learning_rate": 0.1})
     value = weights(trainer.model.critic)
     assert trainer.update(1).move.factor < 0.1
-    free = with_critic(make_trainer, new_model, ppo={"learning_rate": 0.1})
+    free = with_critic(make_trainer, ppo={"learning_rate": 0.1})
     free.update(1)
     assert torch.equal(weights(trainer.model.critic), weights(free.model.critic))
     assert not torch.equal(weights(trainer.model.critic), value)
 
 
-# ---- fitting ----
-
-
-def fit(critic: FeatureCritic, features: Tensor, returns: Tensor, epochs: int = 1, step: int = 1) -> tuple[float, bool]:
-    optimizer = adamw(torch.nn.ModuleDict({"critic": critic}), 0.0, 0.0, critic, 1e-2)
-    return fit_critic(critic, optimizer, features, returns, epochs=epochs, seed=0, step=step, ranks=Ranks())
+def fit(critic: FeatureCritic, x: Tensor, returns: Tensor, epochs: int = 1, step: int = 1, rate: float = 1e-2) -> Any:
+    optimizer = adamw(torch.nn.ModuleDict({"critic": critic}), 0.0, 0.0, critic, rate)
+    return fit_critic(critic, optimizer, x, returns, epochs=epochs, seed=0, step=step, ranks=Ranks())
 
 
 def test_the_loss_is_that_of_before_the_fit() -> None:
     """A critic starts at its mean: every return of 3 is 2 away from 1, which is 4 scales of 0.5, squared."""
     critic = FeatureCritic(4, mean=1.0, scale=0.5, seed=0)
-    features = torch.zeros(3, 4)  # fewer than minibatches: one of them is empty
-    assert fit(critic, features, torch.full((3,), 3.0), epochs=0) == (0.0, True)
-    optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
-    loss, finite = fit_critic(
-        critic, optimizer, features, torch.full((3,), 3.0), epochs=2, seed=0, step=1, ranks=Ranks()
-    )
-    assert (loss, finite) == (pytest.approx(16.0), True)
+    rows = torch.zeros(3, 4), torch.full((3,), 3.0)  # fewer than minibatches: one of them is empty
+    assert fit(critic, *rows, epochs=0) == (0.0, True)
+    assert fit(critic, *rows, epochs=2, rate=0.0) == (pytest.approx(16.0), True)
 
 
 def test_a_return_that_is_not_finite_is_said_and_leaves_the_critic_whole() -> None:
@@ -158,7 +142,7 @@ def test_a_return_that_is_not_finite_is_said_and_leaves_the_critic_whole() -> No
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_a_fit_reads_from_the_device_once_at_its_end(epochs: int, reads_of: Callable[..., list[str]]) -> None:
+def test_a_fit_reads_from_the_device_once_at_its_end(epochs: int, reads_of: Make) -> None:
     critic = FeatureCritic(4, mean=0.0, scale=1.0, seed=0)
     assert reads_of(lambda: fit(critic, torch.ones(8, 4), torch.ones(8), epochs)) == ["cpu", "tolist"]
 

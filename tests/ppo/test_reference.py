@@ -4,7 +4,6 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
 from statistics import pstdev
 from typing import Any
 
@@ -26,6 +25,7 @@ from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
 from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
+from tests.made import Make
 
 PROMPTS = ["a", "bc", "dddd", "ab", "cd"]
 
@@ -53,9 +53,6 @@ def test_constant_scores_buy_nothing() -> None:
     assert result["best_of_n"][-1]["gain"] == 0.0
 
 
-# ---- drawing and scoring ----
-
-
 @pytest.mark.parametrize("samples", [2, 31, 33, 100, 320, 1024])
 @pytest.mark.parametrize("prompts", [1, 2, 31, 32, 33, 5000])
 def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int) -> None:
@@ -68,7 +65,7 @@ def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int)
 
 
 def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(
-    new_model: Callable[..., Any], letters: Any, prompts_of: Callable[..., Prompts]
+    new_model: Make, letters: Any, prompts_of: Make
 ) -> None:
     lm, groups, table = LM(new_model(seed=3)), [2, 2, 2, 0, 0, 0, 4], prompts_of(*PROMPTS)
     sizes: list[int] = []
@@ -189,4 +186,3 @@ def test_samples_are_enough_where_others_like_them_give_the_same_mean_and_beta()
     assert not draw(6, 80, 0.0, 0).are_enough(coef)
     assert draw(60, 8, 0.0, 0).are_enough(lambda _: 0.0)  # a run without a penalty has no beta to estimate
     assert not draw(60, 8, 0.0, 0, values=2).are_enough(coef)
-    assert draw(60, 8, 0.0, 0).are_enough(lambda _: 0.0)  # no penalty: beta is written

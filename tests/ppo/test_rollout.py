@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,25 +9,21 @@ from torch.distributions import Categorical, kl_divergence
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.value import ActorCritic, HeadValue, frozen_lm
+from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
+from rlhf_kl.models.text import decode_responses
+from rlhf_kl.models.value import ActorCritic, FeatureCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ppo import states as reference_module
-from rlhf_kl.ppo.rollout import (
-    Rollouts,
-    TokenStats,
-    exact_kl_now,
-    measure,
-    response_layout,
-    sample,
-)
-from rlhf_kl.ppo.states import ReferenceStates
+from rlhf_kl.ppo.rollout import Rollouts, TokenStats, exact_kl_now, measure, response_layout, sample
+from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
+from tests.made import Make
 
-Make = Callable[..., Any]
 TEXTS = ("ab", "abcdab", "d", "cccc", "ba", "cd", "aaaa", "b")
 SAMPLING = Sampling(12, 0.8, [2], 0)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -53,7 +48,7 @@ class Setup(NamedTuple):
 
 
 @pytest.fixture
-def setup(new_model: Make, prompts_of: Callable[..., Prompts], letters: Any) -> Setup:
+def setup(new_model: Make, prompts_of: Make, letters: Any) -> Setup:
     policy, value = LM(new_model(seed=3)), HeadValue(16)
     torch.nn.init.ones_(value.head.weight)
     reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
@@ -66,12 +61,11 @@ def lengths(prompts: Any, responses: Any) -> list[float]:
     return [float(len(response)) for response in responses]
 
 
-# ---- measuring ----
-
-
 def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
     """By one pass of either model over the bare text, in float64."""
     stats, prompts, sampled = setup.measure(), setup.responses.prompts, setup.sampled
+    assert not sampled.mask.all()
+    assert all((tensor[~sampled.mask] == 0).all() for tensor in stats)
     for row, live in enumerate(sampled.mask):
         ids = sampled.ids[row, live]
         whole = torch.cat([torch.tensor(prompts.ids[row]), ids])
@@ -86,19 +80,14 @@ def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
         torch.testing.assert_close(stats.values[row, live], states[-len(ids) - 1 : -1].sum(1), **CLOSE)
 
 
-def test_padding_is_zero_everywhere(setup: Setup) -> None:
-    mask = setup.sampled.mask
-    assert not mask.all()
-    for tensor in setup.measure():
-        assert (tensor[~mask] == 0).all()
-        assert (tensor[mask] != 0).any()
-
-
-def test_the_size_of_a_pass_changes_nothing(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = setup.measure()
-    monkeypatch.setattr(reference_module, "PASS_ROWS", 1)
+def test_the_size_of_a_pass_changes_nothing(
+    setup: Setup, smaller_passes: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, passes = setup.measure(), smaller_passes()
+    monkeypatch.setattr(reference_module, "PASS_ROWS", 8)
     for one, other in zip(setup.measure(), whole, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
+    assert set(passes) == {1}
 
 
 def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make) -> None:
@@ -109,9 +98,6 @@ def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make)
     now = exact_kl_now(moved, setup.reference, rollout, 0.8)
     torch.testing.assert_close(now, setup._replace(model=ActorCritic(moved)).measure().exact_kl, **CLOSE)
     assert float((now - rollout.exact_kl).abs().max()) > 0.01
-
-
-# ---- a rollout ----
 
 
 def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
@@ -136,18 +122,11 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
         torch.testing.assert_close(getattr(rollout, name), tensor, rtol=1e-4, atol=1e-5)
 
 
-# ---- the sampler ----
-
-
-Sample = Callable[[int], tuple[Responses, Sampled]]
-
-
 @pytest.fixture
-def sampler(setup: Setup, letters: Any) -> Callable[..., Sample]:
-    def make(seed: int = 0, ranks: Ranks | None = None) -> Sample:
-        stream = PromptStream(setup.prompts.table, 6, seed)
-        parts = setup.model, setup.reference, Scorers(), ScoreShaping()
-        return Rollouts(*parts, stream, SAMPLING, letters, ranks=ranks).sample
+def sampler(setup: Setup, letters: Any) -> Make:
+    def make(ranks: Ranks | None = None) -> Make:
+        parts = setup.model, setup.reference, Scorers(), ScoreShaping(), setup.prompts
+        return Rollouts(*parts, SAMPLING, letters, ranks=ranks).sample
 
     return make
 
@@ -167,20 +146,9 @@ def drawn(sampled: tuple[Responses, Sampled]) -> list[tuple[str, str]]:
     return list(zip(responses.prompts.texts, responses.texts, strict=True))
 
 
-def test_what_is_drawn_depends_on_seed_and_step_alone(sampler: Callable[..., Sample]) -> None:
-    first = sampler()
-    whole = [drawn(first(step)) for step in (1, 2, 3)]
-    assert drawn(sampler()(3)) == whole[2]
-    assert len({str(step) for step in whole}) == 3
-    assert drawn(sampler(seed=1)(1)) != whole[0]
-
-
-def test_processes_draw_their_rows_of_the_same_batch(sampler: Callable[..., Sample]) -> None:
+def test_processes_draw_their_rows_of_the_same_batch(sampler: Make) -> None:
     whole = drawn(sampler()(2))
-    assert drawn(sampler(ranks=Part(range(2)))(2)) + drawn(sampler(ranks=Part(range(2, 6)))(2)) == whole
-
-
-# ---- the states of the reference
+    assert drawn(sampler(Part(range(2)))(2)) + drawn(sampler(Part(range(2, 6)))(2)) == whole
 
 
 def roll_out(setup: Setup, letters: Any, noise: str, eos: tuple[int, ...] = (2,)) -> RolloutBatch:
@@ -200,11 +168,9 @@ def test_its_logits_are_those_of_its_own_pass(
     for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
         rollout = roll_out(setup, letters, noise, eos)
         mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
-        rows = [row[keep] for row, keep in zip(rollout.input_ids, mask, strict=True)]
-        own = [
-            own_logits(setup.reference.lm.model, row)[-length - 1 : -1]
-            for row, length in zip(rows, rollout.lengths.tolist(), strict=True)
-        ]
+        own = []
+        for row, keep, length in zip(rollout.input_ids, mask, rollout.lengths.tolist(), strict=True):
+            own.append(own_logits(setup.reference.lm.model, row[keep])[-length - 1 : -1])
         expected, order = torch.cat(own), torch.randperm(rollout.layout.tokens)
         result = setup.reference.head().logits(setup.reference.at(order))
         assert (setup.reference.kept is not setup.reference.hidden) == (elements > 1)
@@ -223,18 +189,92 @@ def test_a_rollout_costs_one_reading_of_its_rows(setup: Setup, letters: Any) -> 
     assert sum(rows) == 2 * len(TEXTS)
 
 
-def test_smaller_passes_draw_the_same_texts(
-    sampler: Callable[..., Sample], smaller_passes: Callable[[], list[int]]
-) -> None:
+def test_smaller_passes_draw_the_same_texts(sampler: Make, smaller_passes: Make) -> None:
     whole = drawn(sampler()(1))
     passes = smaller_passes()
     assert drawn(sampler()(1)) == whole
     assert max(passes) == 1
 
 
-def test_smaller_passes_read_the_same_rollout(setup: Setup, smaller_passes: Callable[[], list[int]]) -> None:
-    whole, passes = setup.assess(lengths), smaller_passes()
-    again = setup.assess(lengths)
-    assert max(passes) <= 8
-    for name in ("logprobs", "ref_logprobs", "exact_kl"):
-        torch.testing.assert_close(getattr(again, name), getattr(whole, name), rtol=1e-4, atol=1e-5)
+@pytest.fixture
+def reward(new_model: Make, letters: Any, monkeypatch: pytest.MonkeyPatch) -> RewardModel:
+    """An untrained reward model that reads the policy's letters."""
+    model = classifier_from_lm(new_model(seed=5, hidden_size=8), letters)
+    initialise_head(model.score, seed=1)
+    monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 2)
+    return RewardModel(model.eval(), letters)
+
+
+def read_alone(model: Any, prefix: torch.Tensor) -> torch.Tensor:
+    """The last state of one unpadded text in plain transformers, scaled to mean 0 and spread 1."""
+    state = model.base_model(input_ids=prefix.unsqueeze(0)).last_hidden_state[0, -1]
+    return (state - state.mean()) / (state.var(correction=0) + 1e-5).sqrt()
+
+
+class World:
+    """A policy, its reference, and a critic that reads the reference and perhaps a reward model."""
+
+    def __init__(self, new_model: Make, prompts: Prompts, rewards: list[RewardModel]) -> None:
+        self.policy, self.prompts, self.rewards = LM(new_model(seed=3)), prompts, rewards
+        self.reference = ReferenceStates(frozen_lm(new_model(seed=2), torch.float32, torch.device("cpu")))
+        self.critic = FeatureCritic(16 + 8 * len(rewards), mean=0.5, scale=2.0, seed=0)
+        torch.nn.init.normal_(self.critic.outer.weight, generator=torch.Generator().manual_seed(0))
+        self.features = StateFeatures(self.critic, rewards)
+
+    def measure(self, sampled: Sampled) -> TokenStats:
+        model = ActorCritic(self.policy, critic=self.critic)
+        return measure(model, self.reference, response_layout(self.prompts.ids, sampled), 0.8, self.features)
+
+
+SCORED: dict[str, Make] = {
+    "as written": lambda prompts, responses: (prompts, responses),
+    "other texts": lambda prompts, responses: (prompts, ["d" + response for response in responses]),
+    "fewer texts": lambda prompts, responses: (prompts[1:], responses[1:]),
+    "more texts": lambda prompts, responses: ([*prompts, "a"], [*responses, "b"]),
+}
+
+
+@pytest.mark.parametrize("scored", [None, *SCORED])
+def test_values_are_those_of_each_state_alone(
+    new_model: Make, prompts_of: Make, reward: RewardModel, letters: Any, scored: str | None
+) -> None:
+    """Against one pass over each prefix, which cannot know what comes later; however the responses were scored."""
+    prompts = prompts_of(*TEXTS[:5])
+    world = World(new_model, prompts, [reward] if scored else [])
+    sampled = world.policy.sample(prompts.ids, uniforms(5, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
+    responses = decode_responses(letters, sampled.rows(), [2])
+    if scored:
+        reward.score(*SCORED[scored](prompts.texts, responses))
+    stats = world.measure(sampled)
+    models = [world.reference.lm.model, *(reward.model for reward in world.rewards)]
+    checked = 0
+    for row in range(5):
+        prompt = torch.tensor(prompts.ids[row])
+        for place in range(int(sampled.mask[row].sum())):
+            prefix = torch.cat([prompt, sampled.ids[row, :place]])
+            expected = world.critic(torch.cat([read_alone(model, prefix) for model in models]))
+            torch.testing.assert_close(stats.values[row, place], expected, rtol=1e-4, atol=1e-4)
+            checked += 1
+    assert checked > 5
+    assert bool((stats.values[~sampled.mask] == 0).all())
+
+
+def test_what_a_reward_model_read_is_not_read_again(
+    new_model: Make, prompts_of: Make, reward: RewardModel, letters: Any
+) -> None:
+    prompts = prompts_of(*TEXTS[:5])
+    world = World(new_model, prompts, [reward])
+    ids = torch.tensor([[3, 4, 5, 6, 3, 2]]).repeat(5, 1)  # letters, then the end: tokens that texts keep
+    every = torch.ones_like(ids, dtype=torch.bool)
+    sampled = Sampled(ids, every, every[:, 0], torch.zeros(ids.shape))
+    responses = decode_responses(letters, sampled.rows(), [2])
+    reward.score(prompts.texts, responses)
+    rows: list[int] = []
+    reward.model.base_model.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
+    for _ in range(2):
+        world.measure(sampled)
+    assert not rows
+    reward.score(prompts.texts, ["d", *responses[1:]])
+    rows.clear()
+    world.measure(sampled)
+    assert rows == [1], "the one that was scored in other tokens, and no other"

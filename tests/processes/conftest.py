@@ -6,14 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-Launch = Callable[..., subprocess.Popen[str]]
+from tests.made import Make
 
 
 class Together(NamedTuple):
@@ -31,7 +31,7 @@ def a_device_for_each() -> None:
 
 
 @pytest.fixture(scope="session")
-def launch() -> Launch:
+def launch() -> Make:
     """launch(["-m", "rlhf_kl", ...]): torchrun with two processes of it, in a session of their own."""
 
     def start(words: Sequence[str | Path], count: int = 2) -> subprocess.Popen[str]:
@@ -50,7 +50,7 @@ def launch() -> Launch:
 
 
 @pytest.fixture(scope="session")
-def together(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Together]:
+def together(launch: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """together([words, words, ...]): these commands one after the other, each in two processes."""
 
     def run(commands: Sequence[Sequence[Any]], count: int = 2) -> Together:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ import yaml
 from rlhf_kl.distributed import can_shard
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
+from tests.made import Make
 
-Launch = Callable[..., subprocess.Popen[str]]
-SHARDED = {"shard": True}
 REWARD = """
 import math, os, time
 from pathlib import Path
@@ -53,7 +50,7 @@ def slow(prompts, responses, place):
 
 
 @pytest.fixture
-def settings(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., Path]:
+def settings(tmp_path: Path, tiny_settings: dict[str, Any]) -> Make:
     """settings("breaks", a=b): breaks.yaml, whose reward is this function of both processes, where there is one."""
 
     def write(function: str, **sections: Any) -> Path:
@@ -69,7 +66,7 @@ def settings(tmp_path: Path, tiny_settings: dict[str, Any]) -> Callable[..., Pat
 
 
 def test_one_process_s_problem_is_told_once_and_ends_both(
-    together: Callable[..., Any], settings: Callable[..., Path], tmp_path: Path, tiny_settings: dict[str, Any]
+    together: Make, settings: Make, tmp_path: Path, tiny_settings: dict[str, Any]
 ) -> None:
     """One after the other: a reward that fails, one that cannot score, sizes that do not divide, and two mistakes."""
     rollout = tiny_settings["rollout"] | {"batch_size": 15}
@@ -96,47 +93,42 @@ def test_one_process_s_problem_is_told_once_and_ends_both(
     assert (rows[-1]["rollout/unscored"], rows[-1]["policy/epochs"]) == (8, 2.0)
 
 
-def start_slow(launch: Launch, config: Path, folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run that is under way, and the processes of its ranks."""
-    process = launch(["-m", "rlhf_kl", "train", "--config", config, "--output-dir", folder, "--quiet"])
-    marks = [folder.parent / str(rank) for rank in range(2)]
-    deadline = time.monotonic() + 120
-    while not all(mark.exists() and mark.read_text() for mark in marks):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return process, [int(mark.read_text()) for mark in marks]
+@pytest.fixture
+def start_slow(launch: Make, settings: Make, tiny_settings: dict[str, Any], tmp_path: Path) -> Make:
+    """A run that is under way, the processes of its ranks, and how to go on with it."""
+
+    def start() -> tuple[Any, list[int], list[Any]]:
+        config = settings("slow", ppo=tiny_settings["ppo"] | {"total_episodes": 320})
+        words = ["train", "--config", config, "--output-dir", tmp_path / "run", "--quiet"]
+        process, marks = launch(["-m", "rlhf_kl", *words]), [tmp_path / str(rank) for rank in range(2)]
+        deadline = time.monotonic() + 120
+        while not all(mark.exists() and mark.read_text() for mark in marks):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return process, [int(mark.read_text()) for mark in marks], [*words, "--resume"]
+
+    return start
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_dies_ends_the_group_and_the_run_goes_on(
-    launch: Launch,
-    together: Callable[..., Any],
-    settings: Callable[..., Path],
-    tiny_settings: dict[str, Any],
-    tmp_path: Path,
-    rank: int,
+    start_slow: Make, together: Make, tmp_path: Path, rank: int
 ) -> None:
-    config = settings("slow", ppo=tiny_settings["ppo"] | {"total_episodes": 320})
-    process, ranks = start_slow(launch, config, tmp_path / "run")
+    process, ranks, resume = start_slow()
     began = time.monotonic()
     os.kill(ranks[rank], signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert time.monotonic() - began < 60
     for count in (2, 1) if rank == 0 else (1, 2):  # the second time it is finished
-        words = ["train", "--config", config, "--output-dir", tmp_path / "run", "--quiet", "--resume"]
-        assert together([words], count).codes == [[0]] * count
+        assert together([resume], count).codes == [[0]] * count
     rows = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
     assert rows == list(range(1, 21))
 
 
-def test_a_signal_to_one_process_stops_both_after_the_update(
-    launch: Launch, settings: Callable[..., Path], tiny_settings: dict[str, Any], tmp_path: Path
-) -> None:
-    process, ranks = start_slow(
-        launch, settings("slow", ppo=tiny_settings["ppo"] | {"total_episodes": 320}), tmp_path / "run"
-    )
+def test_a_signal_to_one_process_stops_both_after_the_update(start_slow: Make, tmp_path: Path) -> None:
+    process, ranks, _ = start_slow()
     os.kill(ranks[1], signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
@@ -148,11 +140,12 @@ def test_a_signal_to_one_process_stops_both_after_the_update(
 
 @pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
 def test_a_disk_that_is_full_while_shards_are_gathered_ends_both(
-    launch: Launch, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Make, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENDED_BY", "ENOSPC")
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings | {"policy": tiny_settings["policy"] | SHARDED}))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     words = ["train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    words += ["--set", "policy.shard=true"]
     process = launch([Path(__file__).with_name("killed_command.py"), "0", "shard", *words])
     output, _ = process.communicate(timeout=120)  # else the other one waits for tensors that never come
     assert process.returncode != 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl.run.log import read_jsonl
+from tests.made import Make
+from tests.runs import rows
 
 pytestmark = pytest.mark.slow
-Launch = Callable[..., Any]
 KILLS = [  # which ranks die, when, on how many processes the run goes on, with shards
     ("1", "rollout", 2, False),
     ("0", "update", 1, False),
@@ -25,9 +24,8 @@ KILLS = [  # which ranks die, when, on how many processes the run goes on, with 
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run, timings and the number of processes left out."""
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "kl/token" in row]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "dist/"))} for row in rows]
+    """The updates of a run, without the number of processes."""
+    return [{k: v for k, v in row.items() if k[:5] != "dist/"} for row in rows(folder) if "kl/token" in row]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def config(tiny_settings: dict[str, Any], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path, together: Callable[..., Any]) -> dict[bool, Path]:
+def whole(config: Path, together: Make) -> dict[bool, Path]:
     """The run that nobody kills, without and with shards."""
     folders = {shard: config.parent / f"whole-{shard}" for shard in (False, True)}
     commands = [words_of(config, folder, 2, shard) for shard, folder in folders.items()]
@@ -52,18 +50,11 @@ def words_of(config: Path, folder: Path, count: int, shard: bool) -> list[Any]:
     return ["train", "--config", config, "--output-dir", folder, "--quiet", *shards]
 
 
-@pytest.mark.parametrize(("ranks", "moment", "count", "shard"), KILLS)
+@pytest.mark.parametrize("kill", KILLS)
 def test_a_killed_group_ends_and_its_run_goes_on(
-    launch: Launch,
-    together: Callable[..., Any],
-    config: Path,
-    whole: dict[bool, Path],
-    tmp_path: Path,
-    ranks: str,
-    moment: str,
-    count: int,
-    shard: bool,
+    launch: Make, together: Make, config: Path, whole: Any, tmp_path: Path, kill: tuple[str, str, int, bool]
 ) -> None:
+    ranks, moment, count, shard = kill
     worker = Path(__file__).with_name("killed_command.py")
     began = time.monotonic()
     process = launch([worker, ranks, moment, *words_of(config, tmp_path / "run", 2, shard)])
@@ -75,10 +66,9 @@ def test_a_killed_group_ends_and_its_run_goes_on(
     assert result.codes == [[0]] * count, result.output
     before, after = figures(whole[shard]), figures(tmp_path / "run")
     assert [row["step"] for row in after] == list(range(1, 7))
-    files = [folder / "final" / "model.safetensors" for folder in (whole[shard], tmp_path / "run")]
-    weights, resumed = map(load_file, files)
     if count == 2:  # bit for bit
         assert after == before
+        weights, resumed = (load_file(run / "final" / "model.safetensors") for run in (whole[shard], tmp_path / "run"))
         assert all(tensor.equal(resumed[name]) for name, tensor in weights.items())
     else:  # sums come in another order
         for a, b in zip(before, after, strict=True):
@@ -87,7 +77,7 @@ def test_a_killed_group_ends_and_its_run_goes_on(
 
 
 def test_a_stopped_process_is_not_waited_for_forever(
-    launch: Launch, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Make, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ENDED_BY", "SIGSTOP")
     worker = Path(__file__).with_name("killed_command.py")

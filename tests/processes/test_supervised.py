@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_kl.run.log import read_jsonl
+from tests.made import Make
 
 
-def test_two_processes_learn_what_one_does(
-    together: Callable[..., Any],
-    rlhf_kl: Callable[..., Any],
-    tiny_folder: Path,
-    tmp_path: Path,
-) -> None:
+def test_two_processes_learn_what_one_does(together: Make, rlhf_kl: Make, tiny_folder: Path, tmp_path: Path) -> None:
     """Batches of 8 and a last one of 1, so that the second process has no row of it."""
     pairs = [
         {"prompt": x + "abcd"[n % 4] * n, "chosen": "a" * n, "rejected": "d" * n} for x in "abcd" for n in range(1, 8)

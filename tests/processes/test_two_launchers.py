@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,33 @@ import yaml
 
 from rlhf_kl.commands.guide import FOLDER
 from rlhf_kl.run.log import read_jsonl
+from tests.made import Make
 
 GUIDE = FOLDER / "running.md"
-LAUNCHERS = {
-    "torchrun": "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port} "
-    "--node-rank {rank}",
-    "accelerate": "-m accelerate.commands.launch --multi_gpu --num_machines 2 --num_processes 2 --machine_rank {rank} "
-    "--main_process_ip 127.0.0.1 --main_process_port {port}",
-}
+ACCELERATE = (
+    "-m accelerate.commands.launch --multi_gpu --num_machines 2 --num_processes 2 --machine_rank {rank} "
+    "--main_process_ip 127.0.0.1 --main_process_port {port}"
+)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_launchers_make_the_run_of_one(
-    launcher: str, rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tmp_path: Path
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_two_launchers_of_accelerate_make_the_run_of_one(
+    rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, port: int
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     words = ["train", "--config", str(tmp_path / "tiny.yaml"), "--quiet", "--output-dir", str(tmp_path / "two")]
     assert rlhf_kl(*words[:-1], tmp_path / "one").code == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     on_cpu = tiny_settings["run"]["device"] == "cpu"
     started = [
         subprocess.Popen(
-            [sys.executable, *LAUNCHERS[launcher].format(port=port, rank=rank).split(), "-m", "rlhf_kl", *words],
+            [sys.executable, *ACCELERATE.format(port=port, rank=rank).split(), "-m", "rlhf_kl", *words],
             env=environment | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"CUDA_VISIBLE_DEVICES": str(rank)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -74,13 +75,11 @@ SCONTROL = """#!/bin/bash
 
 
 def test_the_guides_script_for_slurm_makes_the_run_of_one(
-    rlhf_kl: Callable[..., Any], tiny_settings: dict[str, Any], tmp_path: Path
+    rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, port: int
 ) -> None:
     (script,) = re.findall(r"^```bash\n(#!/bin/bash\n#SBATCH .*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        script = script.replace("29500", str(free.getsockname()[1]))
-    (tmp_path / "job").write_text(script.replace("--nproc-per-node 4", "--nproc-per-node 1"))
+    script = script.replace("29500", str(port)).replace("--nproc-per-node 4", "--nproc-per-node 1")
+    (tmp_path / "job").write_text(script)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl.config.schema.supervised import RewardModelSection
+from rlhf_kl.config.schema.supervised import RewardModelSection, SFTSection
 from rlhf_kl.data.texts import Example, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.supervised.figures import pair_figures
+from rlhf_kl.supervised.figures import calibration_error, histogram, label_figures, pair_figures
 from rlhf_kl.supervised.loop import SupervisedTrainer
 from rlhf_kl.supervised.tasks import PairTask, ResponseTask, TextTask
+from tests.made import Make, weights
 
-Make = Callable[..., Any]
 EXAMPLES = [Example("ab", "cd"), Example("d", "abc"), Example("cc", "")]
 
 
@@ -118,3 +117,97 @@ def test_equal_scores_cost_log_two(reward: RewardModel) -> None:
     loss, sums = PairTask(reward, PAIRS).loss([0, 1, 2])
     assert float(loss.detach()) == pytest.approx(3 * math.log(2))
     assert sums == {"train/accuracy": 0.0}
+
+
+TEXTS = ["abcd" * 3, "abab", "a", "abcd", "dcba" * 2, "b", "abcdabcd", "cc", "abc", "d" * 9]
+
+
+@pytest.fixture
+def make(new_model: Make, letters: Any) -> Make:
+    def make(texts: list[str] = TEXTS, seed: int = 0, **settings: Any) -> SupervisedTrainer:
+        model = new_model(spread=0.1)
+        section = SFTSection.model_validate({"batch_size": 4, "microbatch_size": 2} | settings)
+        return SupervisedTrainer(TextTask(LM(model), letters, texts), section, seed)
+
+    return make
+
+
+def test_every_row_comes_once_an_epoch(make: Make) -> None:
+    trainer = make(epochs=2.0)
+    assert trainer.steps == 6  # ten rows in batches of 4, 4 and 2
+    for epoch in (0, 3):
+        seen = [row for step in range(1, 4) for row in trainer.batch(epoch + step)]
+        assert sorted(seen) == list(range(10))
+    assert trainer.batch(1) != trainer.batch(4)
+
+
+def test_the_size_of_a_microbatch_is_no_part_of_the_result(make: Make) -> None:
+    found = []
+    for size in (1, 2, 4):
+        trainer = make(microbatch_size=size)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+        start = weights(trainer.model)
+        row = trainer.step(1)
+        found.append((weights(trainer.model) - start, row["train/loss"]))
+    assert float(found[0][0].abs().max()) > 1e-5
+    for moved, loss in found[1:]:
+        torch.testing.assert_close(moved, found[0][0], rtol=1e-3, atol=1e-6)
+        assert loss == pytest.approx(found[0][1], rel=1e-5)
+
+
+def test_a_step_goes_down_the_mean_over_tokens(make: Make) -> None:
+    trainer = make(max_grad_norm=1e9, warmup=0.0, lr_schedule="constant", learning_rate=1.0)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    rows = trainer.batch(1)
+    tokens = sum(len(TEXTS[row]) + 1 for row in rows)  # with the eos
+    loss, _ = trainer.task.loss(rows)
+    grads = torch.autograd.grad(loss / tokens, list(trainer.model.parameters()))
+    start = weights(trainer.model)
+    row = trainer.step(1)
+    assert row["train/loss"] == pytest.approx(float(loss.detach()) / tokens, rel=1e-5)
+    moved = weights(trainer.model) - start
+    torch.testing.assert_close(-moved, torch.cat([g.flatten() for g in grads]), rtol=1e-3, atol=1e-6)
+
+
+def logit(p: float) -> float:
+    return math.log(p / (1 - p))
+
+
+def test_a_hand_table_of_calibration() -> None:
+    """Four predictions at 0.9 of which three are right, four at 0.62 of which two are: 0.15 and 0.12 off."""
+    odds = torch.tensor([logit(0.9)] * 4 + [-logit(0.62)] * 4)
+    right = torch.tensor([True, True, True, False, True, True, False, False])
+    assert calibration_error(odds, right) == pytest.approx(0.5 * 0.15 + 0.5 * 0.12, abs=1e-6)
+
+
+def test_scores_that_are_true_log_odds_are_calibrated() -> None:
+    generator = torch.Generator().manual_seed(0)
+    odds = torch.randn(200_000, generator=generator) * 2
+    label = torch.rand(200_000, generator=generator) < torch.sigmoid(odds)
+    assert calibration_error(odds, (odds > 0) == label) < 0.01
+    assert calibration_error(3 * odds, (odds > 0) == label) > 0.05  # too sure of itself
+
+
+def test_figures_of_pairs() -> None:
+    chosen, rejected = torch.tensor([1.0, 2.0, 0.0, 1.0]), torch.tensor([0.0, 3.0, 0.0, -1.0])
+    found = pair_figures(chosen, rejected)
+    assert found["eval/accuracy"] == 0.5  # a tie is not right
+    assert found["eval/margin"] == 0.5
+    expected = sum(math.log1p(math.exp(-margin)) for margin in (1, -1, 0, 2)) / 4
+    assert found["eval/loss"] == pytest.approx(expected)
+
+
+def test_figures_of_labels() -> None:
+    scores, positive = torch.tensor([2.0, -1.0, 0.5, -3.0]), torch.tensor([True, True, False, False])
+    found = label_figures(scores, positive)
+    assert (found["eval/accuracy"], found["eval/majority"]) == (0.5, 0.5)
+    expected = sum(math.log1p(math.exp(wrong)) for wrong in (-2, 1, 0.5, -3)) / 4
+    assert found["eval/loss"] == pytest.approx(expected)
+
+
+def test_a_histogram_counts_everything_once() -> None:
+    groups = {"a": torch.linspace(-1, 1, 41), "b": torch.tensor([0.0, 1.0])}
+    found = histogram(groups)
+    assert (found["edges"][0], found["edges"][-1], len(found["edges"])) == (-1.0, 1.0, 21)
+    assert (sum(found["a"]), sum(found["b"])) == (41, 2)
+    assert histogram({"a": torch.ones(5)})["edges"][0] < 1.0
