@@ -142,6 +142,11 @@ class RolloutBatch:
         """Mean exact KL in nats per token or per response: what is controlled, held below a ceiling and logged."""
         return self.mean(self.exact_kl, unit)
 
+    def score(self) -> Mean:
+        """Mean shaped score of the responses that have one."""
+        scores = torch.where(self.scored, self.shaped_scores, 0.0)
+        return mean_of_groups(float64(scores), float64(self.scored), self.group)
+
     @classmethod
     def concat(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
         """The rows of several batches; prompts are padded on the left, responses on the right."""

@@ -41,6 +41,7 @@ from rlhf_kl.models.value import (
     value_head_from_reward,
     zero_head,
 )
+from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.optim import adamw, usual_learning_rate
 from rlhf_kl.ppo.evaluate import CachedSamples
@@ -275,7 +276,8 @@ def build_trainer(
     rate = learning_rate(config, policy)
     optimizer = adamw(policy, rate, ppo.weight_decay, model.critic, ppo.critic_learning_rate, value=model.value)
     controller = configured_controller(config, coef)
-    return PPOTrainer(config, model, optimizer, rollouts, reference, controller, features)
+    start = Mean(scores.mean, scores.mean_stderr)
+    return PPOTrainer(config, model, optimizer, rollouts, reference, controller, features, start)
 
 
 def learning_rate(config: TrainConfig, policy: Any) -> float:

@@ -22,6 +22,7 @@ from rlhf_kl.ppo.reference import (
     PLANS,
     ReferenceSamples,
     ReferenceScores,
+    SolvedCoef,
     reference_responses,
     sample_prompts,
     sample_rounds,
@@ -30,11 +31,14 @@ from rlhf_kl.ppo.reference import (
 from rlhf_kl.ppo.rollout import draw, measure, response_layout
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.program import shell_command
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
+
+MANY_EMPTY = 0.5  # share of the reference's responses: then a run has hardly a signal
 
 
 @dataclass
@@ -63,7 +67,7 @@ def prepare_training(
     ranks = ranks or Ranks()
     if saved is None:
         scores, shaping = score_reference(config, setup, ranks)
-        coef, note = starting_coef(config, scores)
+        coef, note, _ = starting_coef(config, scores)
         if note:
             log.info(note)
     else:
@@ -73,8 +77,8 @@ def prepare_training(
     clock = Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
     with contextlib.suppress(InputError):
-        solved, doubt = solved_coef(config, scores)
-        trainer.controller.solved = None if doubt else solved
+        solved = solved_coef(config, scores)
+        trainer.controller.solved = (solved.coef, solved.known) if solved.known else None
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, clock)
 
@@ -128,6 +132,9 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
                 raise InputError("reward: returned None for all reference samples")
             if samples.spread and (complete or are_enough(samples)):
                 break
+    empty = float((samples.traits.lengths <= 1).float().mean())
+    if empty > MANY_EMPTY:
+        log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
     for failure in samples.failures[:1]:
         log.warning(f"{failure}: the reference has no gold score")
     return samples.shaped(shaping, normalize=section.normalize)
@@ -178,18 +185,18 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     log.info("start checked: " + ", ".join(results))
 
 
-def starting_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
-    """The starting beta and a note: the config's, or the beta at which tilted reference samples have the target KL."""
+def starting_coef(config: TrainConfig, scores: ReferenceScores) -> SolvedCoef:
+    """The starting beta: the config's, or the beta at which tilted reference samples have the target KL."""
     written = config.kl.controller.coef
-    return solved_coef(config, scores) if isinstance(written, str) else (written, "")
+    return solved_coef(config, scores) if isinstance(written, str) else SolvedCoef(written)
 
 
-def solved_coef(config: TrainConfig, scores: ReferenceScores) -> tuple[float, str]:
-    """The beta at which tilted reference samples have the target KL, and a note where they do not tell it.
+def solved_coef(config: TrainConfig, scores: ReferenceScores) -> SolvedCoef:
+    """The beta at which tilted reference samples have the target KL.
 
     Errors: InputError as `ReferenceScores.solve`.
     """
     estimator = ADVANTAGES[config.ppo.advantage]
     budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
-    coef, note = scores.solve(budget, scaled=estimator.options(config.ppo).get("scale_by_group_std", False))
-    return coef * estimator.weight(config.rollout.samples_per_prompt), note
+    solved = scores.solve(budget, scaled=estimator.options(config.ppo).get("scale_by_group_std", False))
+    return solved._replace(coef=solved.coef * estimator.weight(config.rollout.samples_per_prompt))

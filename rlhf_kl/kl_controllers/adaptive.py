@@ -30,9 +30,9 @@ SHRINKAGE = 0.3  # of a gap to the target that is small beside its own uncertain
 CANDIDATES = 61  # changes of log beta that are compared
 GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; if the bounds are wider than the points cover, the steps are longer
 PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta,
-SOLVED_SPREAD = 0.7  # and around that of a beta that was solved from samples
+SOLVED_SPREAD = 0.75  # and around that of a beta that was solved from samples: farther away it hardly matters
+UNKNOWN = 0.25  # times the log of the KL over that for which the samples suffice: more spread
 SPENT = 0.95  # share of the pace: above it, a lower beta has no further effect
-EFFECT = 0.8  # of log beta around the believed log b where a solved beta is known: farther away it hardly matters
 FAR = 0.6  # of x: below it the drive is saturated, so that a step tells nothing about b
 SCALE_BOUNDS = (0.5, 1.0)  # of the way from the reference in one update
 PACES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the guess
@@ -108,8 +108,13 @@ class AdaptiveKL(KLController):
     @cached_property
     def _belief(self) -> Belief:
         """Created at its first use: the check of a config needs no numpy."""
-        spread = PRIOR_SPREAD if self.solved is None else SOLVED_SPREAD
-        return Belief(self.model, clip(self.solved or self.start_coef, *self.bounds), spread, *self.bounds, USUAL_PACE)
+        coef = self.start_coef if self.solved is None else self.solved[0]
+        return Belief(self.model, clip(coef, *self.bounds), self.spread, *self.bounds, USUAL_PACE)
+
+    @property
+    def spread(self) -> float:
+        """Of log b around its first guess; also how far from the believed b beta has an effect."""
+        return PRIOR_SPREAD if self.solved is None else SOLVED_SPREAD - UNKNOWN * math.log(self.solved[1])
 
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         before = self._distance_of(kl_before)
@@ -210,13 +215,16 @@ class AdaptiveKL(KLController):
             if self._belief.drive_share(at) > SPENT:
                 moves = [move for move in moves if move >= 0.0]
         else:
-            low = self._belief.mean_log_holding - EFFECT
-            high = self._belief.mean_log_holding + EFFECT
-            if at.distance < FAR and low <= at.log_coef <= high:
-                return 0.0
-            # Outside of the range every move goes towards it.
-            low, high = min(low, at.log_coef), max(high, at.log_coef)
+            believed, spread = self._belief.mean_log_holding, self.spread
+            # Outside of this range every move goes towards it. While the target is far a lower beta does not help.
+            low = min(believed - (0.0 if at.distance < FAR else spread), at.log_coef)
+            high = max(believed + spread, at.log_coef)
+            if at.distance < FAR:
+                high = max(believed - spread, at.log_coef)
             moves = [move for move in moves if low <= at.log_coef + move <= high]
+
+        if not self.may_lower:
+            moves = [move for move in moves if move >= 0.0]
 
         def cost(move: float) -> float:
             miss = self._belief.expected_miss(wanted, at._replace(log_coef=at.log_coef + move))

@@ -80,8 +80,11 @@ class KLController:
     """What rollbacks multiply `coef` by: a law that computes it anew at each update would overwrite a raised one."""
     wanted: float | None = field(default=None, init=False)
     """The computed start, if the bounds have changed it."""
-    solved: float | None = field(default=None, init=False)
-    """The beta that should hold the target, solved from samples of the reference; None = not known."""
+    solved: tuple[float, float] | None = field(default=None, init=False)
+    """The beta that should hold the target, and the share of the target's KL for which the reference's samples suffice
+    to tell it (1 = all); None = not known."""
+    may_lower: bool = field(default=True, init=False)
+    """False: the score does not rise with the KL that is spent, so a lower beta would only spend more."""
     bounds: tuple[float, float] = field(default=(0.0, math.inf), init=False)
     _beta: float = field(default=math.nan, init=False)
 

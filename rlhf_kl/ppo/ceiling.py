@@ -32,6 +32,7 @@ class CeilingResult:
     kl_before: float = math.nan
     kl_after: float = math.nan  # NaN if not measured
     kl_uncut: float = math.nan  # after the whole update
+    change_stderr: float = 0.0  # of `kl_uncut` - `kl_before`, which one heavy response can hold
     pulled_back: bool = False  # the policy went back towards its reference
     scale: float = 1.0  # of the way from the reference, after all of that
 
@@ -110,8 +111,8 @@ class Ceiling:
         its undoing is kept, whichever has the lower KL.
         """
         if self.limit is None:
-            kl = self.read_kl(rollout, False).mean if self.measures else math.nan
-            return CeilingResult(1.0, measured.mean, kl, kl)
+            kl = self.read_kl(rollout, False) if self.measures else Mean(math.nan, 0.0)
+            return CeilingResult(1.0, measured.mean, kl.mean, kl.mean, _of_change(kl, measured))
         self.forecast.observe(measured.mean)
         result = self._shorten(rollout, before, measured, self.limit)
         self.forecast.made = (measured.mean, result.kl_after)
@@ -142,11 +143,12 @@ class Ceiling:
         if excess(uncut) > -SURE * uncut.stderr:
             uncut = self.read_kl(rollout, True)
         if excess(uncut) <= 0:
-            return CeilingResult(1.0, start, uncut.mean, uncut.mean)
+            return CeilingResult(1.0, start, uncut.mean, uncut.mean, _of_change(uncut, measured))
         after = _copies(self.parameters)
         if excess(measured) <= 0:
             factor, kl = self._furthest(rollout, before, after, excess, limit)
-            return CeilingResult(factor, start, start if kl is None else kl, uncut.mean)
+            after_cut = start if kl is None else kl
+            return CeilingResult(factor, start, after_cut, uncut.mean, _of_change(uncut, measured))
         lower, kl_lower, factor = (after, uncut.mean, 1.0) if uncut.mean < start else (before, start, 0.0)
         if self.reference is None:
             self._place(lower, lower, 0.0)
@@ -191,6 +193,11 @@ class Ceiling:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forecast.load_state_dict(state)
+
+
+def _of_change(after: Mean, before: Mean) -> float:
+    """Standard error of the change: `read_kl` adds that of the rollout's own KL."""
+    return math.sqrt(max(0.0, after.stderr**2 - before.stderr**2))
 
 
 def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:

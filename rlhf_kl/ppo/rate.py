@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.kl_controllers.base import clip
+from rlhf_kl.ops.masked import Mean
 from rlhf_kl.optim import lr_factor
 from rlhf_kl.ppo.ceiling import CeilingResult
 
@@ -29,6 +30,37 @@ HOLDING_FACTOR = 3.0  # the noise of longer steps costs score
 LARGE_STEP = 0.5  # of x in one update near the target
 LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of an update's policies to the one that sampled, over the target
 LEAST = 0.2  # one update is no proof of more
+SPENT = 0.5  # of x: from there on the score must have risen,
+SURE_RISE = 2.0  # by so many standard errors,
+RECENT = 0.5  # in a moving average with this weight of the newest rollout
+
+
+class Progress:
+    """Whether the score has risen by more than its noise: KL that is spent without that is no progress."""
+
+    def __init__(self, start: Mean | None) -> None:
+        """`start`: the shaped score of the reference; None = not known, so any KL is progress."""
+        self.start = self.recent = start
+        self.made, self.told = True, False
+
+    def observe(self, score: Mean, distance: float) -> dict[str, Any]:
+        """After a rollout at x = `distance`. Returns a fact for the monitors when the score has not risen, once."""
+        if self.start is None or self.recent is None:
+            return {}
+        mean = RECENT * score.mean + (1.0 - RECENT) * self.recent.mean
+        self.recent = Mean(mean, math.hypot(RECENT * score.stderr, (1.0 - RECENT) * self.recent.stderr))
+        rise, noise = self.recent.mean - self.start.mean, math.hypot(self.recent.stderr, self.start.stderr)
+        self.made = distance < SPENT or rise > SURE_RISE * noise
+        if self.made or self.told:
+            return {}
+        self.told = True
+        return {"no-progress": {"kl": distance**2, "rise": rise, "noise": noise}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": self.recent and list(self.recent), "told": self.told}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent, self.told = state["recent"] and Mean(*state["recent"]), state["told"]
 
 
 class PacedRate:
@@ -46,8 +78,8 @@ class PacedRate:
         self.near = False  # the target was reached
         self.stuck = False  # the rate is at its bound, and that was reported
 
-    def observe(self, update: int, move: CeilingResult, update_kl: float) -> dict[str, Any]:
-        """After update number `update`, before any cut of the ceiling.
+    def observe(self, update: int, move: CeilingResult, update_kl: float, *, progress: bool = True) -> dict[str, Any]:
+        """After update number `update`, before any cut of the ceiling. Without `progress` the rate does not rise.
 
         `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
         constant KL to the reference; it grows with the square of the rate.
@@ -55,18 +87,19 @@ class PacedRate:
         """
         if not (math.isfinite(move.kl_before) and math.isfinite(move.kl_uncut)):
             return {}
-        here, there = (math.sqrt(max(0.0, kl) / self.target) for kl in (move.kl_before, move.kl_uncut))
+        sure = move.kl_uncut - move.change_stderr  # one heavy response is no long way
+        here, there, surely = (math.sqrt(max(0.0, kl) / self.target) for kl in (move.kl_before, move.kl_uncut, sure))
         step = abs(there - here)
         if not self.near:
-            pace = step / self.factor / (FIRST_STEP if update == self.first else 1.0)
+            pace = abs(surely - here) / self.factor / (FIRST_STEP if update == self.first else 1.0)
             self.pace = pace if self.pace is None else min(pace, (pace + self.pace) / 2)
-        self.near = self.near or there >= NEAR
-        return self._hold(update, step, move, update_kl) if self.near else self._approach(update, there)
+        self.near = self.near or surely >= NEAR
+        return self._hold(update, step, move, update_kl) if self.near else self._approach(update, surely, progress)
 
-    def _approach(self, update: int, there: float) -> dict[str, Any]:
+    def _approach(self, update: int, there: float, progress: bool) -> dict[str, Any]:
         wanted = (1.0 - there) / max(1, self.plan - update)
         change = clip(wanted / max(1e-6, (self.pace or 0.0) * self.factor), *CHANGE_BOUNDS)
-        self.factor = clip(self.factor * change, *FACTOR_BOUNDS)
+        self.factor = clip(self.factor * (change if progress else min(1.0, change)), *FACTOR_BOUNDS)
         if self.stuck or update < 2 * self.plan or self.factor < FACTOR_BOUNDS[1]:
             return {}
         self.stuck = True
@@ -109,13 +142,13 @@ class LearningRate:
         factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
         return self.peak * factor * (1.0 if self.adaptive is None else self.adaptive.factor)
 
-    def update(self, step: int, move: CeilingResult, update_kl: float) -> dict[str, Any]:
+    def update(self, step: int, move: CeilingResult, update_kl: float, *, progress: bool) -> dict[str, Any]:
         """After update `step`: choose the next rate, and tell it to the controller. Returns facts for the monitors.
 
-        `update_kl`: see `PacedRate.observe`.
+        `update_kl`, `progress`: see `PacedRate.observe`.
         """
         before = self(step)
-        facts = {} if self.adaptive is None else self.adaptive.observe(step, move, update_kl)
+        facts = {} if self.adaptive is None else self.adaptive.observe(step, move, update_kl, progress=progress)
         self.controller.change_rate(self(step + 1) / before)
         return facts
 

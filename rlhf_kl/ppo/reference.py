@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ MUCH_CLIPPED = 0.02  # a clip of 5 cuts off less than one in a million of normal
 LEAST_KL = 1e-3  # nats per sequence, where the curve of the tilt begins
 
 
+class SolvedCoef(NamedTuple):
+    """A starting beta from samples of the reference."""
+
+    coef: float
+    note: str = ""  # for the start: what the samples do not tell
+    known: float = 1.0  # share of the target's KL that the samples suffice for; 0 = they do not tell beta
+
+
 @dataclass
 class ReferenceScores:
     """Shaped scores of reference samples, the prompt of each, and their gold scores."""
@@ -59,8 +67,8 @@ class ReferenceScores:
         """Facts about the scores for the monitors, before the run starts."""
         return {"scores-clipped": {"share": self.clipped}} if self.clipped > MUCH_CLIPPED else {}
 
-    def solve(self, sequence_kl: float, *, scaled: bool = False) -> tuple[float, str]:
-        """The beta at which tilting has this KL, or nearly the most that it can have, and a note for the start.
+    def solve(self, sequence_kl: float, *, scaled: bool = False) -> SolvedCoef:
+        """The beta at which tilting has this KL, or nearly the most that it can have.
 
         `scaled`: scores are divided by the standard deviation of their prompt's scores.
 
@@ -68,19 +76,26 @@ class ReferenceScores:
         """
         scores, groups = self.to_tilt(scaled=scaled)
         if not kl_limit(scores, groups):
-            return OTHERWISE, (
+            note = (
                 f"the {len(self.shaped)} reference samples have equal scores wherever they share a prompt, so they do "
                 f"not tell beta: it starts at {OTHERWISE:g}"
             )
+            return SolvedCoef(OTHERWISE, note, 0.0)
         try:
             solution = solve_tilt(scores, sequence_kl, groups=groups, min_ess=self.min_ess)
         except ValueError as error:
             raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
         if sequence_kl > REACHED * solution.limit:
-            share = f"{solution.limit / sequence_kl:.0%} of the target's KL, by {len(self.shaped)} reference samples"
-            return solution.coef, f"the best policy for this reward has {share}: if its score stays, lower kl.target"
-        known = f"the reference samples suffice for {solution.tilt.kl / sequence_kl:.0%} of the target's KL"
-        return solution.coef, f"starting beta {solution.coef:.4g} is a guess: {known}" if solution.extrapolated else ""
+            known = solution.limit / sequence_kl
+            share = f"{known:.0%} of the target's KL, by {len(self.shaped)} reference samples"
+            note = f"the best policy for this reward has {share}: if its score stays, lower kl.target"
+            # The few samples of each prompt limit the KL, not beta; one tilt of all scores has no more samples there.
+            return SolvedCoef(solution.coef, note, known if groups is not None else 0.0)
+        if not solution.extrapolated:
+            return SolvedCoef(solution.coef)
+        known = solution.tilt.kl / sequence_kl
+        note = f"the reference samples suffice for {known:.0%} of the target's KL"
+        return SolvedCoef(solution.coef, f"starting beta {solution.coef:.4g} is a guess: {note}", known)
 
     def to_tilt(self, *, scaled: bool = False) -> tuple[list[float], list[int] | None]:
         """The scores that a tilt weighs, and with few values the prompt of each, which is tilted by itself.

@@ -22,7 +22,7 @@ from rlhf_kl.ops.packing import Layout, Packed, split_groups
 from rlhf_kl.optim import fit_critic, set_learning_rate
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult
 from rlhf_kl.ppo.objectives import Loss, Targets, Tokens, explained_variance, ppo_loss, ppo_targets
-from rlhf_kl.ppo.rate import LearningRate
+from rlhf_kl.ppo.rate import LearningRate, Progress
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
@@ -84,10 +84,11 @@ class PPOTrainer:
         reference: ReferenceStates,
         controller: KLController,
         features: StateFeatures | None = None,
+        start: Mean | None = None,
     ) -> None:
         """`reference` holds the states of the last rollout; `features` are those of the critic, if there is one.
 
-        The optimizer comes with the peak learning rate.
+        The optimizer comes with the peak learning rate. `start`: the shaped score of the reference.
         """
         self.config, self.model, self.optimizer, self.rollouts = config, model, optimizer, rollouts
         self.reference, self.controller, self.features = reference, controller, features
@@ -97,6 +98,7 @@ class PPOTrainer:
         self.sharded = any(map(is_sharded, self.trained))
         self.rows = sized(config.ppo.microbatch_size or config.minibatch_size)  # of a pass, at most
         self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
+        self.progress = Progress(start)
         section = config.kl.ceiling
         self.ceiling = Ceiling(
             [local(p) for p in self.policy],
@@ -120,10 +122,12 @@ class PPOTrainer:
         if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
             move = update.move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
             seen = move.kl_before, move.kl_after, move.kl_uncut
+            update.facts |= self.progress.observe(rollout.score(), math.sqrt(kl.mean / self.config.kl.target_value))
+            made = self.controller.may_lower = self.progress.made
             update.facts |= self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
             update.coef_next = self.controller.beta
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * rollout.tokens_per(unit)
-            update.facts |= self.rate.update(step, move, update_kl)  # 6. pace the way by the learning rate
+            update.facts |= self.rate.update(step, move, update_kl, progress=made)  # 6. pace the way by the rate
             if self.ceiling.reference is not None:
                 update.move = self.ceiling.scale(move, self.controller.scale())  # 7. end an overshoot at once
         return update
@@ -256,6 +260,7 @@ class PPOTrainer:
             "rate": self.rate.state_dict(),
             "controller": self.controller.save(),
             "ceiling": self.ceiling.state_dict(),
+            "progress": self.progress.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -263,3 +268,4 @@ class PPOTrainer:
         self.rate.load_state_dict(state["rate"])
         self.controller.restore(state["controller"])
         self.ceiling.load_state_dict(state["ceiling"])
+        self.progress.load_state_dict(state["progress"])

@@ -183,14 +183,37 @@ def test_adaptive_scales_a_way_that_is_too_long_and_expects_to_be_at_the_target(
 
 def test_adaptive_stays_near_a_beta_that_was_solved():
     """On the way to the target beta does not fall; from a start that is ten times too high it comes back at once."""
-    for start, least, most in ((0.2, 0.19, 0.21), (2.0, 0.08, 0.5)):
+    for start, least, most in ((0.2, 0.15, 0.21), (2.0, 0.08, 0.5)):
         law = AdaptiveKL(coef=start, target=0.1)
-        law.solved = 0.2
+        law.solved = (0.2, 1.0)
         for number in range(5):
             before, after = (0.1 * (0.05 * k) ** 2 for k in (number, number + 1))
             law.observe_update(before, after, after)
             law.update(before, 64)
         assert least < law.coef < most
+
+
+def test_adaptive_does_not_lower_beta_where_the_score_does_not_rise():
+    coefs = []
+    for may_lower in (True, False):
+        law = AdaptiveKL(coef=0.2, target=0.1)
+        law.may_lower = may_lower
+        for number in range(5):
+            before, after = (0.1 * (0.1 * k) ** 2 for k in (number, number + 1))
+            law.observe_update(before, after, after)
+            law.update(before, 64)
+        coefs.append(law.coef)
+    assert coefs[0] < 0.2 == coefs[1]
+
+
+def test_adaptive_spreads_its_guess_by_what_the_samples_did_not_tell():
+    spreads = []
+    for solved in ((0.2, 1.0), (0.2, 0.1), None):
+        law = AdaptiveKL(coef=0.2, target=0.1)
+        law.solved = solved
+        spreads.append(law.spread)
+    assert spreads == sorted(spreads)
+    assert len(set(spreads)) == 3
 
 
 def test_adaptive_holds_beta_where_the_target_is_out_of_reach():

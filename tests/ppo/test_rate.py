@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.ceiling import CeilingResult
-from rlhf_kl.ppo.rate import PacedRate
+from rlhf_kl.ppo.rate import PacedRate, Progress
 
 TARGET = 0.1
 
@@ -101,3 +102,42 @@ def test_a_saved_rule_goes_on_the_same() -> None:
     for n, (x, after) in enumerate([(0.3, 0.5), (0.5, 0.95), (0.95, 1.7)], start=4):
         assert observe(first, n, x, after) == observe(second, n, x, after)
         assert first.state_dict() == second.state_dict()
+
+
+def test_one_heavy_response_is_no_long_way() -> None:
+    """The KL after the first update is half of the target, but nearly all of it one response's: the rate may rise."""
+    factors = []
+    for stderr in (0.0, 0.045):
+        rule = PacedRate(TARGET, 60)
+        rule.observe(1, CeilingResult(1.0, 0.0, math.nan, 0.05, stderr), 0.0)
+        factors.append(rule.factor)
+    assert factors[0] < 1.0 < factors[1]
+
+
+def test_without_progress_the_rate_does_not_rise() -> None:
+    factors = []
+    for progress in (True, False):
+        rule = PacedRate(TARGET, 60)
+        for n, x in enumerate([0.0, 0.51, 0.52, 0.53], start=1):
+            rule.observe(
+                n, CeilingResult(1.0, TARGET * x**2, math.nan, TARGET * (x + 0.01) ** 2), 0.0, progress=progress
+            )
+        factors.append(rule.factor)
+    assert factors[0] > 1.0 == factors[1]
+
+
+def test_kl_without_a_higher_score_is_no_progress() -> None:
+    """A score that stays within its noise, one that rises, and one whose reference has none."""
+    flat, rising, unknown = Progress(Mean(1.0, 0.1)), Progress(Mean(1.0, 0.1)), Progress(None)
+    for n in range(6):
+        x = 0.2 * n
+        fact = flat.observe(Mean(1.05, 0.1), x)
+        assert flat.made == (x < 0.5)
+        assert bool(fact) == (n == 3)  # once
+        assert not rising.observe(Mean(1.0 + 0.4 * n, 0.1), x)
+        assert not unknown.observe(Mean(1.0, 0.1), x)
+    assert rising.made
+    assert unknown.made
+    again = Progress(Mean(1.0, 0.1))
+    again.load_state_dict(json.loads(json.dumps(flat.state_dict())))
+    assert again.state_dict() == flat.state_dict()

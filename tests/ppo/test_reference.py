@@ -120,13 +120,14 @@ def test_scores_that_all_lie_at_the_clip_teach_nothing() -> None:
 
 
 def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> None:
-    coef, note = gaussian.solve(0.5)
-    assert coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
-    assert note == ""
-    assert re.fullmatch(r"starting beta \S+ is a guess: .* for \d\d% of the target's KL", gaussian.solve(7.0)[1])
-    coef, note = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
-    assert coef == 0.1
-    assert "equal scores" in note
+    sure, guess = gaussian.solve(0.5), gaussian.solve(7.0)
+    assert sure.coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
+    assert (sure.note, sure.known) == ("", 1.0)
+    assert re.fullmatch(r"starting beta \S+ is a guess: .* for \d\d% of the target's KL", guess.note)
+    assert 0.1 < guess.known < 1.0
+    unknown = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
+    assert (unknown.coef, unknown.known) == (0.1, 0.0)
+    assert "equal scores" in unknown.note
 
 
 def test_the_error_of_the_mean_is_that_of_its_prompts() -> None:

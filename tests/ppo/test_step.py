@@ -183,9 +183,9 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     inner.observe_rate = told.append
     moves: list[float] = []
 
-    def noted(step: int, move: Any, update_kl: float) -> dict[str, Any]:
+    def noted(step: int, move: Any, update_kl: float, **options: Any) -> dict[str, Any]:
         moves.append(update_kl)
-        return observe(step, move, update_kl)
+        return observe(step, move, update_kl, **options)
 
     trainer.rate.adaptive.observe = noted
     update = trainer.update(1)
