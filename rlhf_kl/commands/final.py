@@ -26,7 +26,6 @@ from rlhf_kl.report.control import (
     closing_figures,
     closing_note,
     control_figures,
-    goes_on,
     is_update,
     source_name,
     start_to_end,
@@ -142,17 +141,17 @@ def model_card(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any], *, adapter: bool
 ) -> str:
     """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
-    base = _base(config)
+    base = source_name(config.policy.model)
     figures = control_figures(rows, config.kl)
     table = _card_table(config, base, figures, closing_figures([*rows, closing], config.kl.unit))
-    return _card(config, table, closing_note(len(rows), config), adapter=adapter)
+    return _card(config, table, closing_note(len(rows)), adapter=adapter)
 
 
 def scaled_card(config: TrainConfig, row: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
     """The card of a policy that `rlhf-kl scale` wrote; `row` and `reference` as in scale.json."""
     pairs = {"score": "scores", "held-out perplexity": "perplexity", "distinct word pairs": "distinct_2"}
     table = {
-        "base model": _base(config),
+        "base model": source_name(config.policy.model),
         "trained policy": f"of {config.run.name}",
         "scale": f"{row['scale']:.4g} of what training added to each weight of the reference",
         "KL": f"{format_number(row['kl'])} nats per {config.kl.unit}",
@@ -161,12 +160,8 @@ def scaled_card(config: TrainConfig, row: Mapping[str, Any], reference: Mapping[
     return _card(config, table, "reference -> this policy, on held-out prompts and texts", adapter=False)
 
 
-def _base(config: TrainConfig) -> str:
-    return source_name(config.reference.model if goes_on(config) else config.policy.model)
-
-
 def _card(config: TrainConfig, table: Mapping[str, str], note: str, *, adapter: bool) -> str:
-    name, base = config.run.name, _base(config)
+    name, base = config.run.name, source_name(config.policy.model)
     on_hub = "/" in base
     front: dict[str, Any] = {"tags": ["rlhf", "ppo", "rlhf-kl"], "library_name": "peft" if adapter else "transformers"}
     if on_hub:
@@ -197,7 +192,6 @@ def _card_table(
     reward = ", ".join(terms) if terms else source_name(config.reward.model or config.reward.kind)
     return {
         "base model": base,
-        **({"starting policy": f"of {source_name(config.policy.model)}"} if goes_on(config) else {}),
         "reference": source_name(config.reference.model) if config.reference.model else "the policy at the start",
         "prompts": source_name(config.data.prompts),
         "reward": reward,

@@ -145,7 +145,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
         "true score (gold)": figures.get("gold"),
         "beta": figures.get("beta"),
         "held-out perplexity": figures.get("perplexity"),
-        "figures": closing_note(control["updates"], config),
+        "figures": closing_note(control["updates"]),
     }
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",

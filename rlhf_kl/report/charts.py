@@ -140,12 +140,11 @@ def _total_reward(
 
 
 def held_charts(comparison: Comparison) -> list[Chart]:
-    """One small chart for each variant with a target, by family: KL over target of every seed, and its verdict."""
+    """One small chart for each variant, by family: KL over target of every seed, and its verdict."""
     charts: list[Chart] = []
     for variant in (variant for family in comparison.families.values() for variant in family):
-        if variant.constant_coef == 0:
-            continue
-        figures = outcome(variant)
+        # Without a penalty the line is over the target that the config names.
+        figures = "no penalty" if variant.constant_coef == 0 else outcome(variant)
         if variant.verdicts:
             figures += f", off by {format_percent(variant.mean('tail_error'))}"
         runs = [(run, "kl", "") for run in variant.runs.values()]

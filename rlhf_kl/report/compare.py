@@ -250,11 +250,22 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
         if missing := sorted(seeds - set(variant.runs)):
             notes.append(f"{variant.name}: seed {', '.join(map(str, missing))} missing")
     notes += [f"{run.path.name}: {note}" for run in runs for note in run.notes]
+    paced = {v.name: _is_paced(v.config) for v in variants if v.config.ppo.lr_schedule == "adaptive"}
+    if len(set(paced.values())) > 1:
+        free = ", ".join(name for name, is_paced in paced.items() if not is_paced)
+        notes.append(
+            f"not like for like: the learning rate of runs with a target is paced by their KL, that of {free} is not; "
+            "ppo.lr_schedule: linear in the base gives all the same"
+        )
     first, *others = variants
     for other in others:
         if changed := _scale_diff(first, other):
             notes.append(f"scores of {first.name} and {other.name} are not comparable at equal KL: {changed[0]}")
     return notes
+
+
+def _is_paced(config: TrainConfig) -> bool:
+    return adjusts(config.kl.controller.kind)
 
 
 def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.kl_controllers.held import BAND_FROM, end, near_target, ratios, tail_error, time_in_band, verdict
 from rlhf_kl.text import format_number, read_number
@@ -102,17 +101,10 @@ def start_to_end(figure: StartEnd, digits: int = 3) -> str:
     return " -> ".join(format_number(value, digits) for value in figure if value is not None) or "-"
 
 
-def closing_note(updates: int, config: TrainConfig) -> str:
+def closing_note(updates: int) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
-    count, start = len(end(range(updates))), "start"
-    if goes_on(config):
-        start += f" (the policy of {source_name(config.policy.model)}, not the reference)"
-    return f"{start} -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
-
-
-def goes_on(config: TrainConfig) -> bool:
-    """Whether a run starts from the policy of another run, and not from its reference."""
-    return config.reference.model not in (None, config.policy.model) and Path(config.policy.model).name == "final"
+    count = len(end(range(updates)))
+    return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
 
 
 def source_name(source: str | None) -> str:

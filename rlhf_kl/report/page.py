@@ -62,7 +62,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         badge=(BADGES.get(verdict, ""), verdict_text(run.figures)) if run.status == "finished" else ("", run.status),
         subtitle=_subtitle(run),
         largest=_largest(run),
-        closing_note=control.closing_note(len(run.updates), run.config),
+        closing_note=control.closing_note(len(run.updates)),
         figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
