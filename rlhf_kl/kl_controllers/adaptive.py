@@ -224,7 +224,8 @@ class AdaptiveKL(KLController):
             moves = [move for move in moves if low <= at.log_coef + move <= high]
 
         if not self.may_lower:
-            moves = [move for move in moves if move >= 0.0]
+            least = min(0.0, math.log(self.start_coef) - at.log_coef)  # back to its start, and not farther
+            moves = [move for move in moves if move >= least]
 
         def cost(move: float) -> float:
             miss = self._belief.expected_miss(wanted, at._replace(log_coef=at.log_coef + move))

@@ -195,15 +195,17 @@ def test_adaptive_stays_near_a_beta_that_was_solved():
 
 def test_adaptive_does_not_lower_beta_where_the_score_does_not_rise():
     coefs = []
-    for may_lower in (True, False):
+    for may_lower in (True, False, None):
         law = AdaptiveKL(coef=0.2, target=0.1)
-        law.may_lower = may_lower
+        law.may_lower = bool(may_lower)
+        law.coef *= 4.0 if may_lower is None else 1.0  # since its start
         for number in range(5):
             before, after = (0.1 * (0.1 * k) ** 2 for k in (number, number + 1))
             law.observe_update(before, after, after)
             law.update(before, 64)
         coefs.append(law.coef)
     assert coefs[0] < 0.2 == coefs[1]
+    assert 0.2 <= coefs[2] < 0.8
 
 
 def test_adaptive_spreads_its_guess_by_what_the_samples_did_not_tell():
