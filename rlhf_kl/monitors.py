@@ -535,9 +535,9 @@ ALARMS = (
     Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
     Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
     Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
-    Alarm("no-progress", "the KL is at {kl:.0%} of its target, and the score has risen by {rise:.2g}, no more than its "
-          "noise (standard error {noise:.2g}): beta and the learning rate are not moved farther. Look at the responses "
-          "and their scores: many may be empty or equal"),
+    Alarm("no-progress", "the KL is at {kl:.0%} of its target, and the score has risen by {rise:.2g} ± {noise:.2g}, no "
+          "more than its noise: beta and the learning rate are not moved farther. Look at the responses and their "
+          "scores: many may be empty or equal"),
     Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
     Alarm("update-skipped", "{reason}: the steps that need it were left out"),
     Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),

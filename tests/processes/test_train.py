@@ -94,7 +94,9 @@ def test_two_processes_make_the_run_of_one(runs: Runs, variant: str) -> None:
         assert a.keys() == b.keys()
         sharded = variant.startswith("sharded")
         assert 0.4 < b["dist/held"] < 0.6 if sharded else b["dist/held"] == 1.0  # real DTensors
-        for key in a.keys() - {"dist/world_size", "dist/held"}:
+        names = [[text.partition(":")[0] for text in row.get("alerts", ())] for row in (a, b)]
+        assert names[0] == names[1]
+        for key in a.keys() - {"dist/world_size", "dist/held", "alerts"}:
             if not key.startswith(("time/", "perf/")):
                 assert_close(a[key], b[key], f"update {a['step']}, {key}")
 
