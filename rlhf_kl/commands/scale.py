@@ -43,7 +43,8 @@ def scale(
 ) -> None:
     """Which target? One finished run at lower and higher KL: score, perplexity and texts, without training.
 
-    It scales what training has added to the reference's weights: the KL goes with the square of the scale.
+    It scales what training has added to the reference's weights: near the reference the KL goes with the square
+    of the scale.
     """
     from rlhf_kl.commands.stored import Permissions
 
@@ -59,6 +60,7 @@ def scale(
         from rlhf_kl.commands.heldout import HeldOut
         from rlhf_kl.commands.report import write_scaled
         from rlhf_kl.kl_controllers import adjusts
+        from rlhf_kl.run.log import encode_json
 
     held = HeldOut.load(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
     table = Scaled(held, samples)
@@ -68,14 +70,10 @@ def scale(
         table.reach(target)
     document = table.to_json()
     text = write_scaled(document, folder, config, stdout_width())
+    print(encode_json(document, indent=2).decode() if as_json else text)
     if save is not None:
-        log.info(f"{table.save(save, folder.path / f'scaled-{save:g}')} holds the policy at a KL of about {save:g}")
-    if as_json:
-        from rlhf_kl.run.log import encode_json
-
-        print(encode_json(document, indent=2).decode())
-    else:
-        print(text)
+        place, kl = table.save(save, folder.path / f"scaled-{save:g}")
+        log.info(f"{place} holds the policy at a KL of {kl:.3g} nats per {table.unit}")
 
 
 def _numbers(text: str | None) -> list[float]:
@@ -118,6 +116,7 @@ class Scaled:
         self.cached: Any = {}
         self.reference: dict[str, Any] = {}
         self.rows: dict[float, dict[str, Any]] = {}  # by scale
+        self.scales: dict[float, float] = {}  # by target
         self.too_far: list[float] = []
         self.measure(1.0)
         if not self.rows[1.0]["kl"] > 0:
@@ -131,7 +130,7 @@ class Scaled:
                 torch.add(reference, added, alpha=share, out=p)
 
     def measure(self, share: float) -> None:
-        """Add the row of a scale, which is no target's yet."""
+        """Add the row of a scale."""
         from rlhf_kl.commands.heldout import joined, of_reference
 
         self.place(share)
@@ -143,54 +142,55 @@ class Scaled:
             self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))
         kl = figures[f"kl_{self.unit}"]
         texts = _median_texts(self.prompts.texts, own)
-        self.rows[share] = {"target": None, "scale": share, "kl": kl, **figures, "texts": texts}
+        self.rows[share] = {"scale": share, "kl": kl, **figures, "texts": texts}
 
     def reach(self, target: float) -> None:
-        """Add the row of a target: at the scale where the KL should be, and once more if it is not."""
-        for again in range(TRIES):
+        """Find the scale of a target: measure where its KL should be, until it is there or the tries are used up."""
+        for _ in range(TRIES):
             share = self.share_of(target)
             if share > FARTHEST:
                 self.too_far.append(target)
                 return
             if not any(abs(one - share) < SAME * share for one in self.rows):
                 self.measure(share)
-            nearest = min(self.rows.values(), key=lambda row: abs(math.log(target / row["kl"])))
-            if abs(nearest["kl"] / target - 1) < CLOSE or again == TRIES - 1:
-                nearest["target"] = target
+            self.scales[target] = min(self.rows, key=lambda one: abs(math.log(target / self.rows[one]["kl"])))
+            if abs(self.rows[self.scales[target]]["kl"] / target - 1) < CLOSE:
                 return
 
     def share_of(self, target: float) -> float:
-        """Where the KL should have this value, by the power law through the two nearest scales; of one, the square."""
-        points = sorted((abs(math.log(target / row["kl"])), share, row["kl"]) for share, row in self.rows.items())
-        power, (_, share, kl) = 2.0, points[0]
-        if len(points) > 1:
-            _, other, further = points[1]
-            power = min(max(math.log(further / kl) / math.log(other / share), 0.5), 3.0)
-        return float(share * (target / kl) ** (1 / power))
+        """Where the KL should have this value: between two measured scales on their power law, else by the square."""
+        logs = [(math.log(row["kl"] / target), math.log(share)) for share, row in self.rows.items()]
+        below, above = (
+            max((p for p in logs if p[0] <= 0), default=None),
+            min((p for p in logs if p[0] > 0), default=None),
+        )
+        if below is None or above is None:
+            excess, scale = below or above or (0.0, 0.0)
+            return math.exp(scale - excess / 2)
+        return math.exp(below[1] - below[0] * (above[1] - below[1]) / (above[0] - below[0]))
 
     def to_json(self) -> dict[str, Any]:
-        """scale.json: rows by KL, the reference's figures, and targets that are too far away."""
-        self.rows[1.0]["target"] = self.rows[1.0]["target"] or _rounded(self.rows[1.0]["kl"])
-        rows = sorted((row for row in self.rows.values() if row["target"]), key=lambda row: row["scale"])
+        """scale.json: a row for each target and the trained policy, the reference's figures, targets too far away."""
+        scales = dict(self.scales)
+        if 1.0 not in scales.values():
+            scales[_rounded(self.rows[1.0]["kl"])] = 1.0
         return {
             "unit": self.unit,
             "samples": len(self.prompts),
-            "rows": rows,
+            "rows": [{"target": target, **self.rows[scales[target]]} for target in sorted(scales)],
             "reference": self.reference,
             "too_far": self.too_far,
         }
 
-    def save(self, target: float, place: Path) -> Path:
-        """Write the policy of a target as an ordinary model folder with its card."""
+    def save(self, target: float, place: Path) -> tuple[Path, float]:
+        """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
         from rlhf_kl.commands.final import scaled_card
         from rlhf_kl.models.load import save_generation, save_model
         from rlhf_kl.run.folder import write_folder
 
-        row = next((row for row in self.rows.values() if row["target"] == target), None)
-        if row is None:
-            raise InputError(
-                f"--save {target:g}: is beyond {FARTHEST} times what training has added: train a run there"
-            )
+        if target not in self.scales:
+            raise InputError(f"--save {target:g}: is over {FARTHEST} times what training has added: train a run there")
+        row = self.rows[self.scales[target]]
         self.place(row["scale"])
         held = self.held
         save_generation(held.policy.model, held.sampling)
@@ -201,14 +201,16 @@ class Scaled:
             (folder / "README.md").write_text(card, encoding="utf-8")
 
         write_folder(place, write)
-        return place
+        return place, row["kl"]
 
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
-    """Two responses of median score, to two prompts; without scores the first two."""
+    """Two responses whose scores are next to the median, to two prompts if there are; without scores the first two."""
     ranked = sorted((score, i) for i, score in enumerate(own.scores) if not math.isnan(score))
-    order = [i for _, i in ranked[(len(ranked) - 1) // 2 :]] if ranked else list(range(len(own.texts)))
-    chosen = order[:1] + [i for i in order[1:] if prompts[i] != prompts[order[0]]][:1]
+    middle = len(ranked) // 2
+    order = [i for _, (_, i) in sorted(enumerate(ranked), key=lambda pair: abs(pair[0] - middle))]
+    first, *others = order or range(len(own.texts))
+    chosen = [first, next((i for i in others if prompts[i] != prompts[first]), others[0])]
     return [
         {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i]} | ({"score": own.scores[i]} if ranked else {})
         for i in chosen

@@ -31,7 +31,7 @@ CANDIDATES = 61  # changes of log beta that are compared
 GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; if the bounds are wider than the points cover, the steps are longer
 PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta,
 SOLVED_SPREAD = 0.75  # and around that of a beta that was solved from samples: farther away it hardly matters
-UNKNOWN = 0.25  # times the log of the KL over that for which the samples suffice: more spread
+GUESS_SPREAD = 0.25  # more for each factor e that the target's KL is above the one for which the samples suffice
 SPENT = 0.95  # share of the pace: above it, a lower beta has no further effect
 FAR = 0.6  # of x: below it the drive is saturated, so that a step tells nothing about b
 SCALE_BOUNDS = (0.5, 1.0)  # of the way from the reference in one update
@@ -114,7 +114,7 @@ class AdaptiveKL(KLController):
     @property
     def spread(self) -> float:
         """Of log b around its first guess; also how far from the believed b beta has an effect."""
-        return PRIOR_SPREAD if self.solved is None else SOLVED_SPREAD - UNKNOWN * math.log(self.solved[1])
+        return PRIOR_SPREAD if self.solved is None else SOLVED_SPREAD - GUESS_SPREAD * math.log(self.solved[1])
 
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         before = self._distance_of(kl_before)
@@ -215,12 +215,10 @@ class AdaptiveKL(KLController):
             if self._belief.drive_share(at) > SPENT:
                 moves = [move for move in moves if move >= 0.0]
         else:
-            believed, spread = self._belief.mean_log_holding, self.spread
             # Outside of this range every move goes towards it. While the target is far a lower beta does not help.
-            low = min(believed - (0.0 if at.distance < FAR else spread), at.log_coef)
-            high = max(believed + spread, at.log_coef)
-            if at.distance < FAR:
-                high = max(believed - spread, at.log_coef)
+            believed, far = self._belief.mean_log_holding, at.distance < FAR
+            low = min(believed - (0.0 if far else self.spread), at.log_coef)
+            high = max(believed + (-self.spread if far else self.spread), at.log_coef)
             moves = [move for move in moves if low <= at.log_coef + move <= high]
 
         if not self.may_lower:

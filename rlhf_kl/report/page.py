@@ -37,6 +37,7 @@ TABLE_NOTE = (
     "covers the spread over seeds and the gaps of the curve."
 )
 
+TEXTS = "Two responses of median score at each target"
 PROMPT = 160  # characters of a prompt that are shown, its end
 SCALE_NOTE = (
     "The policy at a scale s has the reference's weights plus s times what training added to them. Each row is "
@@ -117,7 +118,7 @@ def scale_page(document: Mapping[str, Any], name: str, verdict: Sequence[str]) -
         subtitle=f"One run at other KL targets · {document['samples']} held-out responses at each",
         verdict=verdict,
         notes=[],
-        texts_title="Two responses of median score at each target",
+        texts_title=TEXTS if document["reference"]["scores"] is not None else "Two responses at each target",
         texts=scaled_texts(document),
         held=[],
         targets=[_chart(chart) for chart in target_charts(sweep_of_scaled(document))],

@@ -139,6 +139,8 @@ def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
             f"may score a little higher: {program} train --config {run}/config.yaml --output-dir OTHER --set "
             f"kl.target={target}"
         )
+    if document["reference"]["scores"] is None:
+        lines.append("The suggestion knows no scores: --plugins runs the run's reward.")
     if beyond := [f"{row['target']:g}" for row in document["rows"] if row["scale"] > 1]:
         lines.append(f"Only scale 1 was trained. Beyond it (target {', '.join(beyond)}) the curve is extrapolated.")
     if document["too_far"]:

@@ -74,7 +74,8 @@ class RunFolder:
     def remove_run(self) -> None:
         """Remove what the program wrote; the config last, so that after a crash the folder still is a run."""
         self.sweep()
-        for folder in (*checkpoint_folders(self.checkpoints), *self.folders):
+        scaled = self.path.glob("scaled-[0-9]*")
+        for folder in (*checkpoint_folders(self.checkpoints), *self.folders, *scaled):
             remove_folder(folder)
         for file in (*self.tensorboard.glob(EVENTS), *reversed(self.files)):
             file.unlink(missing_ok=True)
@@ -102,7 +103,9 @@ def newest_run(*, finished: bool = False) -> Path:
             if folder.final.is_dir() or not finished:
                 written.append((folder.metrics.stat().st_mtime, folder.path))
     if not written and finished:
-        raise InputError(f"no finished run under {RUNS}/: name one with --run, or a model with --model")
+        raise InputError(
+            f"no finished run under {RUNS}/: name the folder of one (or for eval and generate a model: --model)"
+        )
     if not written:
         raise InputError(f"no run under {RUNS}/: name a run folder")
     return max(written)[1]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
+
+from rlhf_kl.commands.scale import _median_texts
+from rlhf_kl.ppo.evaluate import Samples
 
 Cli = Callable[..., Any]
 
@@ -21,24 +25,25 @@ def run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Any]) -> 
 
 
 def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> None:
-    full = json.loads(rlhf_kl("eval", "--run", run, "--samples", "64", "--json").out)
+    full = json.loads(rlhf_kl("eval", "--run", run, "--samples", "64", "--plugins", "--json").out)
     kl = full["kl_token"]
     targets = [round(share * kl, 5) for share in (0.25, 0.5, 1.2, 9.0)]
-    words = ("scale", run, "--samples", "64", "--targets", ",".join(map(str, targets)))
+    words = ("scale", run, "--plugins", "--samples", "64", "--targets", ",".join(map(str, targets)))
     done = rlhf_kl(*words, "--json", "--save", targets[0])
     assert done.code == 0, done.err
     document = json.loads(done.out)
     assert document == json.loads((run / "scale.json").read_text())
     rows = document["rows"]
-    low, trained = rows[0], next(row for row in rows if row["scale"] == 1.0)
-    assert low["target"] == targets[0]
-    assert low["kl"] == pytest.approx(targets[0], rel=0.15)
-    assert [row["kl"] for row in rows] == sorted(row["kl"] for row in rows)
-    assert all(row["texts"] for row in rows)
+    low, half, trained, high = rows
+    assert trained["scale"] == 1.0
+    assert [row["target"] for row in (low, half, high)] == targets[:3]
+    for row in (low, half, high):
+        assert row["kl"] == pytest.approx(row["target"], rel=0.15)
+        assert len({text["text"] for text in row["texts"]}) == 2
     assert trained["kl"] == pytest.approx(kl, rel=1e-4)  # as `eval` measures it, on the same prompts
     assert trained["perplexity"] == pytest.approx(full["perplexity"], rel=1e-5)
     assert document["reference"]["perplexity"] == pytest.approx(full["reference"]["perplexity"], rel=1e-5)
-    assert 0.3 < low["scale"] < 1 < rows[-1]["scale"] < 1.5
+    assert 0.3 < low["scale"] < half["scale"] < 1 < high["scale"] < 1.5
     assert document["too_far"] == [targets[3]]
     # What was saved is on the line between the reference and the merged policy, and is an ordinary model.
     saved, start = (
@@ -51,7 +56,7 @@ def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> 
     card = (run / f"scaled-{targets[0]:g}" / "README.md").read_text()
     assert f"| scale | {low['scale']:.4g} of what training added" in card
     page = (run / "scale.html").read_text()
-    assert all(title in page for title in ("Held-out perplexity", "Two responses of median score"))
+    assert all(title in page for title in ("Score by KL target", "Two responses of median score"))
     assert (run / "scale.png").stat().st_size > 10_000
 
 
@@ -70,3 +75,11 @@ def test_what_cannot_be_scaled(run: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
     done = rlhf_kl("scale", tmp_path / "run")
     assert done.code == 2
     assert "has not ended" in done.err
+
+
+def test_the_texts_are_next_to_the_median() -> None:
+    prompts = ["a", "a", "b", "b", "a"]
+    own = Samples(kl=[0.1] * 5, texts=list("vwxyz"), scores=[5.0, 1.0, math.nan, 9.0, 2.0])
+    assert [each["text"] for each in _median_texts(prompts, own)] == ["v", "y"]  # of 1, 2, 5, 9: 5 and, of another, 9
+    assert [each["text"] for each in _median_texts(["a"] * 5, own)] == ["v", "z"]
+    assert [each["text"] for each in _median_texts(prompts, Samples(kl=[0.1] * 5, texts=list("vwxyz")))] == ["v", "x"]
