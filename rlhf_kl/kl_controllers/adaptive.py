@@ -222,7 +222,8 @@ class AdaptiveKL(KLController):
             moves = [move for move in moves if low <= at.log_coef + move <= high]
 
         if not self.may_lower:
-            least = min(0.0, math.log(self.start_coef) - at.log_coef)  # back to its start, and not farther
+            start = min(self.start_coef, self.solved[0] if self.solved else self.start_coef)
+            least = min(0.0, math.log(start) - at.log_coef)  # back to its start, and not farther
             moves = [move for move in moves if move >= least]
 
         def cost(move: float) -> float:

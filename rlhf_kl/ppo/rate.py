@@ -21,7 +21,9 @@ from rlhf_kl.ppo.ceiling import CeilingResult
 
 PLANNED_SHARE = 0.1  # of the run: updates until the target is reached,
 PLANNED_UPDATES = (4, 10)  # at least and at most
-NEAR = 0.9  # of x: from there on the rate only falls
+NEAR = 0.9  # of x: from there on the rate only falls,
+BACK = 0.75  # unless the next rollout is below this
+LATE = 2  # updates for the rest of the way, after the plan
 FIRST_STEP = 2.5  # Adam's first step over the later ones
 FACTOR_BOUNDS = (0.01, 10.0)
 CHANGE_BOUNDS = (0.25, 6.0)  # of the factor in one update on the way
@@ -32,7 +34,8 @@ LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of an update's policies to the one th
 LEAST = 0.2  # one update is no proof of more
 SPENT = 0.5  # of x: from there on the score must have risen,
 SURE_RISE = 2.0  # by so many standard errors,
-RECENT = 0.5  # in a moving average with this weight of the newest rollout
+RECENT = 0.3  # in a moving average with at least this weight of the newest rollout,
+PATIENCE = 3  # of so many rollouts
 
 
 class Progress:
@@ -40,27 +43,35 @@ class Progress:
 
     def __init__(self, start: Mean | None) -> None:
         """`start`: the shaped score of the reference; None = not known, so any KL is progress."""
-        self.start = self.recent = start
+        self.start = start
+        self.count = 0  # rollouts in a row with x from SPENT on,
+        self.score = Mean(0.0, 0.0)  # and their moving average
         self.made, self.told = True, False
 
     def observe(self, score: Mean, distance: float) -> dict[str, Any]:
         """After a rollout at x = `distance`. Returns a fact for the monitors when the score has not risen, once."""
-        if self.start is None or self.recent is None:
+        self.count = self.count + 1 if distance >= SPENT and self.start is not None else 0
+        if self.start is None or not self.count:
+            self.made = True
             return {}
-        mean = RECENT * score.mean + (1.0 - RECENT) * self.recent.mean
-        self.recent = Mean(mean, math.hypot(RECENT * score.stderr, (1.0 - RECENT) * self.recent.stderr))
-        rise, noise = self.recent.mean - self.start.mean, math.hypot(self.recent.stderr, self.start.stderr)
-        self.made = distance < SPENT or rise > SURE_RISE * noise
+        new = max(RECENT, 1.0 / self.count)
+        mean, stderr = (
+            new * score.mean + (1.0 - new) * self.score.mean,
+            (new * score.stderr, (1.0 - new) * self.score.stderr),
+        )
+        self.score = Mean(mean, math.hypot(*stderr))
+        rise, noise = mean - self.start.mean, math.hypot(self.score.stderr, self.start.stderr)
+        self.made = self.count < PATIENCE or rise > SURE_RISE * noise
         if self.made or self.told:
             return {}
         self.told = True
         return {"no-progress": {"kl": distance**2, "rise": rise, "noise": noise}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recent": self.recent and list(self.recent), "told": self.told}
+        return {"count": self.count, "score": list(self.score), "told": self.told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.recent, self.told = state["recent"] and Mean(*state["recent"]), state["told"]
+        self.count, self.score, self.told = state["count"], Mean(*state["score"]), state["told"]
 
 
 class PacedRate:
@@ -90,6 +101,7 @@ class PacedRate:
         sure = move.kl_uncut - move.change_stderr  # one heavy response is no long way
         here, there, surely = (math.sqrt(max(0.0, kl) / self.target) for kl in (move.kl_before, move.kl_uncut, sure))
         step = abs(there - here)
+        self.near = self.near and here >= BACK  # the KL at the states of an update can be far above the next rollout's
         if not self.near:
             pace = abs(surely - here) / self.factor / (FIRST_STEP if update == self.first else 1.0)
             self.pace = pace if self.pace is None else min(pace, (pace + self.pace) / 2)
@@ -97,7 +109,7 @@ class PacedRate:
         return self._hold(update, step, move, update_kl) if self.near else self._approach(update, surely, progress)
 
     def _approach(self, update: int, there: float, progress: bool) -> dict[str, Any]:
-        wanted = (1.0 - there) / max(1, self.plan - update)
+        wanted = (1.0 - there) / (self.plan - update if update < self.plan else LATE)
         change = clip(wanted / max(1e-6, (self.pace or 0.0) * self.factor), *CHANGE_BOUNDS)
         self.factor = clip(self.factor * (change if progress else min(1.0, change)), *FACTOR_BOUNDS)
         if self.stuck or update < 2 * self.plan or self.factor < FACTOR_BOUNDS[1]:

@@ -45,7 +45,7 @@ def test_near_the_target_the_rate_only_falls() -> None:
     rule = PacedRate(TARGET, 60)
     travel(rule, 0.05, 8)
     factors = []
-    for n, x in enumerate([1.0, 0.8, 0.5, 0.3, 0.9, 1.1], start=9):
+    for n, x in enumerate([1.0, 0.8, 0.76, 0.9, 1.1], start=9):
         observe(rule, n, x, x)
         factors.append(rule.factor)
     assert factors == sorted(factors, reverse=True)
@@ -126,18 +126,35 @@ def test_without_progress_the_rate_does_not_rise() -> None:
     assert factors[0] > 1.0 == factors[1]
 
 
+def test_a_rollout_that_is_far_again_ends_the_hold() -> None:
+    """After an update the KL reads 0.9 of the way, and the next rollout half of it: the rate rises again."""
+    rule = PacedRate(TARGET, 60)
+    travel(rule, 0.05, 4)
+    observe(rule, 5, 0.5, 0.95)
+    held = rule.factor
+    observe(rule, 6, 0.5, 0.55)
+    assert rule.factor > held
+
+
 def test_kl_without_a_higher_score_is_no_progress() -> None:
-    """A score that stays within its noise, one that rises, and one whose reference has none."""
-    flat, rising, unknown = Progress(Mean(1.0, 0.1)), Progress(Mean(1.0, 0.1)), Progress(None)
-    for n in range(6):
+    """A score that stays within its noise, one that rises, one that rises late, and one whose reference has none."""
+    start = Mean(1.0, 0.1)
+    flat, rising, late, unknown = Progress(start), Progress(start), Progress(start), Progress(None)
+    for n in range(10):
         x = 0.2 * n
         fact = flat.observe(Mean(1.05, 0.1), x)
-        assert flat.made == (x < 0.5)
-        assert bool(fact) == (n == 3)  # once
+        assert flat.made == (n < 5)  # x is 0.6 at n = 3: two more rollouts are waited for
+        assert bool(fact) == (n == 5)  # once
         assert not rising.observe(Mean(1.0 + 0.4 * n, 0.1), x)
         assert not unknown.observe(Mean(1.0, 0.1), x)
-    assert rising.made
-    assert unknown.made
-    again = Progress(Mean(1.0, 0.1))
+        assert rising.made
+        assert unknown.made
+        late.observe(Mean(1.0 if n < 6 else 2.0, 0.1), x)
+    assert late.made
+    again = Progress(start)
     again.load_state_dict(json.loads(json.dumps(flat.state_dict())))
+    assert again.observe(Mean(1.05, 0.1), 1.0) == flat.observe(Mean(1.05, 0.1), 1.0) == {}
     assert again.state_dict() == flat.state_dict()
+    assert not again.made
+    again.observe(Mean(1.05, 0.1), 0.3)  # back near the reference
+    assert again.made
