@@ -33,8 +33,8 @@ LARGE_STEP = 0.5  # of x in one update near the target
 LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of an update's policies to the one that sampled, over the target
 LEAST = 0.2  # one update is no proof of more
 SPENT = 0.5  # of x: from there on the score must have risen,
-SURE_RISE = 2.0  # by so many standard errors,
-RECENT = 0.3  # in a moving average with at least this weight of the newest rollout,
+SURE_RISE = 1.0  # by so many standard errors: more would stop noisy rewards that do rise,
+RECENT = 0.15  # in a moving average with at least this weight of the newest rollout,
 PATIENCE = 3  # of so many rollouts
 
 
