@@ -117,10 +117,10 @@ class KLController:
         raise NotImplementedError(f"{type(self).__name__} has no update(kl, episodes)")
 
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
-        """Use the exact KL at the rollout's states before and after the policy update; called before `update`.
+        """Use the KL before the policy update, and that expected of the next rollout; called before `update`.
 
-        Nats in the target's unit. `kl_uncut` is the KL after the whole update if the ceiling cut it,
-        else equal to `kl_after`. The states are the same, so the difference has no sampling noise.
+        Nats in the target's unit. `kl_uncut` is expected after the whole update if the ceiling cut it, else equal to
+        `kl_after`. Both are read at the states of the rollout, so their differences have little sampling noise.
         """
 
     def observe_rate(self, factor: float) -> None:

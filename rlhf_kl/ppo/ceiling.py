@@ -20,8 +20,8 @@ LINE_SEARCH_STEPS = 6
 SURE = 3.0  # standard errors below the limit at which a KL by some of the states is enough
 CLOSE_ENOUGH = 0.97  # of the limit: no further halving
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
-PRIOR_CHANGE = 0.1  # of the limit: the prior of the forecast weighs as much as one change of the KL of this size
-GAIN_BOUNDS = (1.0, 3.0)
+PRIOR_CHANGE = 0.15  # of the target: the prior of the forecast weighs as much as one change of the KL of this size
+GAIN_BOUNDS = (0.25, 3.0)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class CeilingResult:
     kl_before: float = math.nan
     kl_after: float = math.nan  # NaN if not measured
     kl_uncut: float = math.nan  # after the whole update
-    change_stderr: float = 0.0  # of `kl_uncut` - `kl_before`, which one heavy response can hold
     pulled_back: bool = False  # the policy went back towards its reference
     scale: float = 1.0  # of the way from the reference, after all of that
 
@@ -41,22 +40,24 @@ class KLForecast:
     """Forecast of the next rollout's KL, from the KL at the states of this one.
 
     A policy that moved away visits other states, where it lies further from its reference than at the old ones: its
-    KL changes `gain` times as much as it does there. The gain is fitted to the updates so far by least squares, each
-    weighted by FORGETTING less than the next; a policy that did not move keeps its KL.
+    KL changes `gain` times as much as it does there. A policy that learns a small batch by heart moves less at new
+    prompts: its gain is below 1. It is fitted to the updates so far by least squares, each weighted by FORGETTING
+    less than the next; a policy that did not move keeps its KL.
     """
 
-    def __init__(self, limit: float) -> None:
-        prior = (PRIOR_CHANGE * limit) ** 2
-        self.product = self.square = prior  # of changes: expected times measured, expected squared
+    def __init__(self, target: float) -> None:
+        self.prior = (PRIOR_CHANGE * target) ** 2
+        self.product = self.square = 0.0  # of changes: expected times measured, expected squared
         self.made: tuple[float, float] | None = None  # the KL that the last rollout measured, and after its update
 
     @property
     def gain(self) -> float:
-        return min(max(self.product / self.square, GAIN_BOUNDS[0]), GAIN_BOUNDS[1])
+        gain = (self.prior + self.product) / (self.prior + self.square)
+        return min(max(gain, GAIN_BOUNDS[0]), GAIN_BOUNDS[1])
 
     def __call__(self, before: float, after: float) -> float:
         """The KL of the next rollout, if this one measured `before` and its states have `after` now."""
-        return before + self.gain * (after - before) if after > before else after
+        return before + (self.gain if after > before else min(1.0, self.gain)) * (after - before)  # no false relief
 
     def observe(self, measured: float) -> None:
         """The KL of a new rollout."""
@@ -83,19 +84,20 @@ class Ceiling:
         reference: Callable[[], Sequence[Tensor]] | None,
         read_kl: Callable[[RolloutBatch, bool], Mean],
         *,
+        target: float,
         limit: float | None,
         measures: bool,
     ) -> None:
         """`read_kl` measures the current policy's KL at a rollout's states: at all of them, or (False) by some.
 
         `reference` gives values of the parameters at which the KL is 0; None = unknown, for example if the
-        reference has another architecture. `limit` in nats of the target's unit, None = no update is shortened; then
-        the KL after an update is measured where `measures`.
+        reference has another architecture. `target` and `limit` in nats of the target's unit. Without a limit no update
+        is shortened, and the KL after it is measured where `measures`.
         """
         self.parameters = list(parameters)
         self.reference = reference
         self.read_kl, self.limit, self.measures = read_kl, limit, measures
-        self.forecast = KLForecast(limit or 1.0)
+        self.forecast = KLForecast(target)
 
     def snapshot(self) -> list[Tensor]:
         """The parameters before an update, if it may be shortened."""
@@ -110,12 +112,13 @@ class Ceiling:
         quadratic, and that line is its natural gradient (Amari 1998). Without a reference on that line, the update or
         its undoing is kept, whichever has the lower KL.
         """
+        self.forecast.observe(measured.mean)
         if self.limit is None:
             kl = self.read_kl(rollout, False) if self.measures else Mean(math.nan, 0.0)
-            return CeilingResult(1.0, measured.mean, kl.mean, kl.mean, _of_change(kl, measured))
-        self.forecast.observe(measured.mean)
-        result = self._shorten(rollout, before, measured, self.limit)
-        self.forecast.made = (measured.mean, result.kl_after)
+            result = CeilingResult(1.0, measured.mean, kl.mean, kl.mean)
+        else:
+            result = self._shorten(rollout, before, measured, self.limit)
+        self.forecast.made = (measured.mean, result.kl_after) if math.isfinite(result.kl_after) else None
         return result
 
     def scale(self, move: CeilingResult, share: float) -> CeilingResult:
@@ -131,6 +134,14 @@ class Ceiling:
             self.forecast.made = (self.forecast.made[0], after)
         return replace(move, kl_after=after, scale=share)
 
+    def seen(self, move: CeilingResult) -> tuple[float, float, float]:
+        """The KL before the update, and those expected of the next rollout: after it, and had it not been cut."""
+        return (
+            move.kl_before,
+            self.forecast(move.kl_before, move.kl_after),
+            self.forecast(move.kl_before, move.kl_uncut),
+        )
+
     def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean, limit: float) -> CeilingResult:
         start = measured.mean
 
@@ -143,12 +154,11 @@ class Ceiling:
         if excess(uncut) > -SURE * uncut.stderr:
             uncut = self.read_kl(rollout, True)
         if excess(uncut) <= 0:
-            return CeilingResult(1.0, start, uncut.mean, uncut.mean, _of_change(uncut, measured))
+            return CeilingResult(1.0, start, uncut.mean, uncut.mean)
         after = _copies(self.parameters)
         if excess(measured) <= 0:
             factor, kl = self._furthest(rollout, before, after, excess, limit)
-            after_cut = start if kl is None else kl
-            return CeilingResult(factor, start, after_cut, uncut.mean, _of_change(uncut, measured))
+            return CeilingResult(factor, start, start if kl is None else kl, uncut.mean)
         lower, kl_lower, factor = (after, uncut.mean, 1.0) if uncut.mean < start else (before, start, 0.0)
         if self.reference is None:
             self._place(lower, lower, 0.0)
@@ -193,11 +203,6 @@ class Ceiling:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forecast.load_state_dict(state)
-
-
-def _of_change(after: Mean, before: Mean) -> float:
-    """Standard error of the change: `read_kl` adds that of the rollout's own KL."""
-    return math.sqrt(max(0.0, after.stderr**2 - before.stderr**2))
 
 
 def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:

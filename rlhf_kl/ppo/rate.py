@@ -15,25 +15,28 @@ from typing import Any
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.kl_controllers.base import clip
-from rlhf_kl.ops.masked import Mean
+from rlhf_kl.ops.masked import Mean, float64
 from rlhf_kl.optim import lr_factor
 from rlhf_kl.ppo.ceiling import CeilingResult
+from rlhf_kl.types import RolloutBatch
 
 PLANNED_SHARE = 0.1  # of the run: updates until the target is reached,
 PLANNED_UPDATES = (4, 10)  # at least and at most
 NEAR = 0.9  # of x: from there on the rate only falls,
-BACK = 0.75  # unless the next rollout is below this
+BACK = 0.85  # unless the next rollout is below this
 LATE = 2  # updates for the rest of the way, after the plan
 FIRST_STEP = 2.5  # Adam's first step over the later ones
 FACTOR_BOUNDS = (0.01, 10.0)
+SLOWER = 0.5  # share of the pace that one rollout leaves at least
 CHANGE_BOUNDS = (0.25, 6.0)  # of the factor in one update on the way
-HOLDING_PACE = 0.08  # of x in an update: the longest steps of a policy that is held
+HOLDING_PACE = 0.05  # of x in an update: the longest steps of a policy that is held
 HOLDING_FACTOR = 3.0  # the noise of longer steps costs score
 LARGE_STEP = 0.5  # of x in one update near the target
 LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of an update's policies to the one that sampled, over the target
 LEAST = 0.2  # one update is no proof of more
 SPENT = 0.5  # of x: from there on the score must have risen,
 SURE_RISE = 1.0  # by so many standard errors: more would stop noisy rewards that do rise,
+LITTLE = 0.2  # or as far as its noise tells, by this share of the most that the KL allows,
 RECENT = 0.15  # in a moving average with at least this weight of the newest rollout,
 PATIENCE = 3  # of so many rollouts
 
@@ -48,8 +51,11 @@ class Progress:
         self.score = Mean(0.0, 0.0)  # and their moving average
         self.made, self.told = True, False
 
-    def observe(self, score: Mean, distance: float) -> dict[str, Any]:
-        """After a rollout at x = `distance`. Returns a fact for the monitors when the score has not risen, once."""
+    def observe(self, score: Mean, distance: float, most: float) -> dict[str, Any]:
+        """After a rollout at x = `distance`. Returns a fact for the monitors when the score has not risen, once.
+
+        `most`: about the highest rise that its KL allows.
+        """
         self.count = self.count + 1 if distance >= SPENT and self.start is not None else 0
         if self.start is None or not self.count:
             self.made = True
@@ -61,7 +67,7 @@ class Progress:
         )
         self.score = Mean(mean, math.hypot(*stderr))
         rise, noise = mean - self.start.mean, math.hypot(self.score.stderr, self.start.stderr)
-        self.made = self.count < PATIENCE or rise > SURE_RISE * noise
+        self.made = self.count < PATIENCE or rise > SURE_RISE * noise or rise + noise > LITTLE * most
         if self.made or self.told:
             return {}
         self.told = True
@@ -74,8 +80,14 @@ class Progress:
         self.count, self.score, self.told = state["count"], Mean(*state["score"]), state["told"]
 
 
+def allowed_rise(rollout: RolloutBatch) -> float:
+    """About the most that a policy with this KL could raise the score: a tilt of Gaussian scores (see `tilt`)."""
+    scores = float64(rollout.shaped_scores)[rollout.scored.to(rollout.shaped_scores.device)]
+    return float(scores.std(correction=0)) * math.sqrt(2.0 * max(0.0, rollout.kl("sequence").mean))
+
+
 class PacedRate:
-    """The factor of the learning rate over its schedule; observes every update."""
+    """The factor of the learning rate over its schedule; sees the KL of every rollout, and every update."""
 
     def __init__(self, target: float, updates: int, first: int = 1) -> None:
         """`target` in the unit of the KLs that are observed; `updates` in the whole run.
@@ -85,45 +97,49 @@ class PacedRate:
         self.target, self.first = target, first
         self.plan = first - 1 + round(clip(PLANNED_SHARE * updates, *PLANNED_UPDATES))  # the update that arrives
         self.factor = 1.0
+        self.distance: float | None = None  # x of the last rollout,
+        self.used = 1.0  # and the factor of its update
         self.pace: float | None = None  # of x in an update at a factor of 1
         self.near = False  # the target was reached
         self.stuck = False  # the rate is at its bound, and that was reported
 
-    def observe(self, update: int, move: CeilingResult, update_kl: float, *, progress: bool = True) -> dict[str, Any]:
-        """After update number `update`, before any cut of the ceiling. Without `progress` the rate does not rise.
+    def choose(self, update: int, kl: float, *, progress: bool = True) -> dict[str, Any]:
+        """Before update number `update`, whose rollout has this mean KL. Without `progress` the rate does not rise.
+
+        Rollouts tell the pace, since the KL at the states of an update can rise much more than that of the next one.
+        Returns a fact for the monitors, once, if the bound of the rate keeps the target out of reach.
+        """
+        distance = math.sqrt(max(0.0, kl) / self.target)
+        if self.distance is not None and not self.near:
+            pace = abs(distance - self.distance) / self.used / (FIRST_STEP if update == self.first + 1 else 1.0)
+            if self.pace is not None:  # one rollout that happens to be as near as the last is no standstill
+                pace = max(SLOWER * self.pace, min(pace, (pace + self.pace) / 2))
+            self.pace = pace
+        self.distance, self.near = distance, distance >= (BACK if self.near else NEAR)
+        facts: dict[str, Any] = {}
+        if self.near:
+            holding = HOLDING_PACE / max(1e-6, self.pace or 0.0)
+            self.factor = max(FACTOR_BOUNDS[0], min(self.factor, HOLDING_FACTOR, holding))
+        elif self.pace is not None:
+            facts = self._approach(update, distance, self.pace, progress)
+        self.used = self.factor
+        return facts
+
+    def observe(self, update: int, move: CeilingResult, update_kl: float) -> dict[str, Any]:
+        """After the update, before any cut of the ceiling: near the target one that went too far lowers the rate.
 
         `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
         constant KL to the reference; it grows with the square of the rate.
-        Returns a fact for the monitors if an update went too far or, once, if the bound keeps the target out of reach.
+        Returns a fact for the monitors if it did.
         """
         if not (math.isfinite(move.kl_before) and math.isfinite(move.kl_uncut)):
             return {}
-        sure = move.kl_uncut - move.change_stderr  # one heavy response is no long way
-        here, there, surely = (math.sqrt(max(0.0, kl) / self.target) for kl in (move.kl_before, move.kl_uncut, sure))
-        step = abs(there - here)
-        self.near = self.near and here >= BACK  # the KL at the states of an update can be far above the next rollout's
-        if not self.near:
-            pace = abs(surely - here) / self.factor / (FIRST_STEP if update == self.first else 1.0)
-            self.pace = pace if self.pace is None else min(pace, (pace + self.pace) / 2)
-        self.near = self.near or surely >= NEAR
-        return self._hold(update, step, move, update_kl) if self.near else self._approach(update, surely, progress)
-
-    def _approach(self, update: int, there: float, progress: bool) -> dict[str, Any]:
-        wanted = (1.0 - there) / (self.plan - update if update < self.plan else LATE)
-        change = clip(wanted / max(1e-6, (self.pace or 0.0) * self.factor), *CHANGE_BOUNDS)
-        self.factor = clip(self.factor * (change if progress else min(1.0, change)), *FACTOR_BOUNDS)
-        if self.stuck or update < 2 * self.plan or self.factor < FACTOR_BOUNDS[1]:
-            return {}
-        self.stuck = True
-        why = f"after {update} updates the KL is at {there * there:.0%} of its target"
-        return {"learning-rate-at-bound": {"why": why, "factor": self.factor, "change": "raise"}}
-
-    def _hold(self, update: int, step: float, move: CeilingResult, update_kl: float) -> dict[str, Any]:
-        self.factor = min(self.factor, HOLDING_FACTOR, HOLDING_PACE / max(1e-6, self.pace or 0.0))
+        here, there = (math.sqrt(max(0.0, kl) / self.target) for kl in (move.kl_before, move.kl_uncut))
         by, why = 1.0, ""
-        if step > LARGE_STEP:
-            by, why = LARGE_STEP / step, f"an update moved the KL from {move.kl_before:.3g} to {move.kl_uncut:.3g} nats"
-        elif update > self.first and update_kl > LARGE_MOVE * self.target:
+        if abs(there - here) > LARGE_STEP and there > NEAR:
+            by = LARGE_STEP / abs(there - here)
+            why = f"an update moved the KL from {move.kl_before:.3g} to {move.kl_uncut:.3g} nats"
+        elif self.near and update > self.first and update_kl > LARGE_MOVE * self.target:
             by = math.sqrt(USUAL_MOVE * self.target / update_kl)
             why = f"the policy moved {update_kl / self.target:.0%} of the target in one update"
         if not why:
@@ -131,12 +147,21 @@ class PacedRate:
         self.factor = max(FACTOR_BOUNDS[0], self.factor * max(LEAST, by))
         return {"learning-rate-changed": {"why": why, "factor": self.factor}}
 
+    def _approach(self, update: int, distance: float, pace: float, progress: bool) -> dict[str, Any]:
+        wanted = (1.0 - distance) / (self.plan + 1 - update if update <= self.plan else LATE)
+        change = clip(wanted / max(1e-6, pace * self.factor), *CHANGE_BOUNDS)
+        self.factor = clip(self.factor * (change if progress else min(1.0, change)), *FACTOR_BOUNDS)
+        if self.stuck or update <= 2 * self.plan or self.factor < FACTOR_BOUNDS[1]:
+            return {}
+        self.stuck = True
+        why = f"after {update - 1} updates the KL is at {distance * distance:.0%} of its target"
+        return {"learning-rate-at-bound": {"why": why, "factor": self.factor, "change": "raise"}}
+
     def state_dict(self) -> dict[str, Any]:
-        return {"factor": self.factor, "pace": self.pace, "near": self.near, "stuck": self.stuck}
+        return {name: getattr(self, name) for name in ("factor", "distance", "used", "pace", "near", "stuck")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.factor, self.pace = state["factor"], state["pace"]
-        self.near, self.stuck = state["near"], state["stuck"]
+        vars(self).update(state)
 
 
 class LearningRate:
@@ -145,6 +170,7 @@ class LearningRate:
     def __init__(self, config: TrainConfig, peak: float, controller: KLController) -> None:
         """`controller`: of the KL; a constant beta leaves the rate to its schedule."""
         self.config, self.peak, self.controller = config, peak, controller
+        self.last: float | None = None  # the rate of the update before
         self.adaptive: PacedRate | None = None
         if config.ppo.lr_schedule == "adaptive" and controller.adjusts:
             self.adaptive = PacedRate(config.kl.target_value, config.updates, config.ppo.value_warmup + 1)
@@ -154,20 +180,30 @@ class LearningRate:
         factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
         return self.peak * factor * (1.0 if self.adaptive is None else self.adaptive.factor)
 
-    def update(self, step: int, move: CeilingResult, update_kl: float, *, progress: bool) -> dict[str, Any]:
-        """After update `step`: choose the next rate, and tell it to the controller. Returns facts for the monitors.
+    def choose(self, step: int, kl: float, *, progress: bool) -> dict[str, Any]:
+        """Before update `step`: choose its rate, and tell it to the controller. Returns facts for the monitors.
 
-        `update_kl`, `progress`: see `PacedRate.observe`.
+        `kl`, `progress`: see `PacedRate.choose`.
         """
-        before = self(step)
-        facts = {} if self.adaptive is None else self.adaptive.observe(step, move, update_kl, progress=progress)
-        self.controller.change_rate(self(step + 1) / before)
+        facts = {} if self.adaptive is None else self.adaptive.choose(step, kl, progress=progress)
+        rate = self(step)
+        if self.last:
+            self.controller.change_rate(rate / self.last)
+        self.last = rate
         return facts
 
+    def observe(self, step: int, move: CeilingResult, update_kl: float) -> dict[str, Any]:
+        """After update `step`. Returns facts for the monitors; see `PacedRate.observe`."""
+        return {} if self.adaptive is None else self.adaptive.observe(step, move, update_kl)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"peak": self.peak, "adaptive": None if self.adaptive is None else self.adaptive.state_dict()}
+        return {
+            "peak": self.peak,
+            "last": self.last,
+            "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.peak = state["peak"]
+        self.peak, self.last = state["peak"], state["last"]
         if self.adaptive is not None:
             self.adaptive.load_state_dict(state["adaptive"])

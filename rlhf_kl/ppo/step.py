@@ -22,7 +22,7 @@ from rlhf_kl.ops.packing import Layout, Packed, split_groups
 from rlhf_kl.optim import fit_critic, set_learning_rate
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult
 from rlhf_kl.ppo.objectives import Loss, Targets, Tokens, explained_variance, ppo_loss, ppo_targets
-from rlhf_kl.ppo.rate import LearningRate, Progress
+from rlhf_kl.ppo.rate import LearningRate, Progress, allowed_rise
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
@@ -104,6 +104,7 @@ class PPOTrainer:
             [local(p) for p in self.policy],
             values_in(reference.lm, model.policy),
             self.kl_now,
+            target=config.kl.target_value,
             limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
             measures=controller.needs_update_kl or self.rate.adaptive is not None,
         )
@@ -117,17 +118,21 @@ class PPOTrainer:
         kl = rollout.kl(unit)
         targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
         before = self.ceiling.snapshot()
-        update = Update(rollout, coef, coef, self.rate(step), move=CeilingResult(1.0, kl.mean, kl.mean, kl.mean))
-        self.optimize(update, targets, step)  # 4. epochs of clipped steps
-        if step > self.config.ppo.value_warmup:  # while the policy is frozen, its KL does not depend on beta
+        update = Update(rollout, coef, coef, math.nan, move=CeilingResult(1.0, kl.mean, kl.mean, kl.mean))
+        trains = step > self.config.ppo.value_warmup  # while the policy is frozen, its KL does not depend on beta
+        if trains:
+            distance = math.sqrt(kl.mean / self.config.kl.target_value)
+            update.facts |= self.progress.observe(rollout.score(), distance, allowed_rise(rollout))
+            update.facts |= self.rate.choose(step, kl.mean, progress=self.progress.made)  # 4. pace the way by the rate
+        update.learning_rate = self.rate(step)
+        self.optimize(update, targets, step)  # 5. epochs of clipped steps
+        if trains:
             move = update.move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
-            seen = move.kl_before, move.kl_after, move.kl_uncut
-            update.facts |= self.progress.observe(rollout.score(), math.sqrt(kl.mean / self.config.kl.target_value))
-            made = self.controller.may_lower = self.progress.made
-            update.facts |= self.controller.step(kl.mean, len(rollout), seen)  # 5. move beta toward the target
-            update.coef_next = self.controller.beta
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * rollout.tokens_per(unit)
-            update.facts |= self.rate.update(step, move, update_kl, progress=made)  # 6. pace the way by the rate
+            update.facts |= self.rate.observe(step, move, update_kl)
+            self.controller.may_lower = self.progress.made
+            update.facts |= self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
+            update.coef_next = self.controller.beta
             if self.ceiling.reference is not None:
                 update.move = self.ceiling.scale(move, self.controller.scale())  # 7. end an overshoot at once
         return update

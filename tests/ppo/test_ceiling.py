@@ -42,7 +42,7 @@ class Point:
 
     def ceiling(self, limit: float | None, *, measures: bool = False, reference: bool = True) -> Ceiling:
         origin = (lambda: [torch.zeros(1), torch.zeros(2)]) if reference else None
-        return Ceiling(self.parameters, origin, self.read, limit=limit, measures=measures)
+        return Ceiling(self.parameters, origin, self.read, target=(limit or 1.5) / 1.5, limit=limit, measures=measures)
 
     def shorten(self, limit: float, *, reference: bool = True) -> CeilingResult:
         start = Mean(self.law(float(self.before[0][0])), self.stderr)
@@ -96,7 +96,8 @@ def test_near_the_limit_all_states_are_read(end: float, near: bool) -> None:
 @pytest.mark.parametrize("start", [0.5, 2.0])  # below and above the limit
 def test_weights_that_are_no_numbers_are_undone(start: float) -> None:
     weight = nn.Parameter(torch.tensor([math.nan]))
-    ceiling = Ceiling([weight], None, lambda *_: Mean(float(weight.detach()) ** 2, 0.0), limit=1.0, measures=False)
+    kl = lambda *_: Mean(float(weight.detach()) ** 2, 0.0)  # noqa: E731
+    ceiling = Ceiling([weight], None, kl, target=0.7, limit=1.0, measures=False)
     result = ceiling.hold(None, [torch.tensor([start])], Mean(start**2, 0.0))  # type: ignore[arg-type]
     assert (result.factor, result.kl_after, weight.item()) == (0.0, start**2, start)
 

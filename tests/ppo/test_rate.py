@@ -14,18 +14,19 @@ TARGET = 0.1
 
 
 def observe(rule: PacedRate, n: int, x: float, after: float, update_kl: float = 0.0) -> dict[str, Any]:
-    """An update from distance x = sqrt(KL/target) to another."""
-    return rule.observe(n, CeilingResult(1.0, TARGET * x**2, math.nan, TARGET * after**2), update_kl)
+    """An update from distance x = sqrt(KL/target) to another at the states of its rollout."""
+    facts = rule.choose(n, TARGET * x**2)
+    return facts | rule.observe(n, CeilingResult(1.0, TARGET * x**2, math.nan, TARGET * after**2), update_kl)
 
 
 def travel(rule: PacedRate, pace: float, updates: int) -> list[float]:
     """The distance after each update of a policy whose steps are `pace` times the factor, the first one longer."""
     x, way = 0.0, []
     for n in range(1, updates + 1):
-        after = x + pace * rule.factor * (2.5 if n == 1 else 1.0) * (x < 1.0)
-        observe(rule, n, x, after)
-        x = after
+        rule.choose(n, TARGET * x**2)
+        x += pace * rule.factor * (2.5 if n == 1 else 1.0) * (x < 1.0)
         way.append(x)
+    rule.choose(updates + 1, TARGET * x**2)
     return way
 
 
@@ -37,7 +38,7 @@ def test_the_target_is_reached_as_planned(pace: float, updates: int, plan: int) 
     way = travel(rule, pace, plan + 2)
     assert next(n for n, x in enumerate(way, start=1) if x >= 0.9) <= plan + 1
     assert max(way) < 1.5
-    assert pace * rule.factor <= 0.08 + 1e-9
+    assert pace * rule.factor <= 0.05 + 1e-9
     assert rule.factor <= 3.0
 
 
@@ -45,7 +46,7 @@ def test_near_the_target_the_rate_only_falls() -> None:
     rule = PacedRate(TARGET, 60)
     travel(rule, 0.05, 8)
     factors = []
-    for n, x in enumerate([1.0, 0.8, 0.76, 0.9, 1.1], start=9):
+    for n, x in enumerate([1.0, 0.9, 0.87, 0.93, 1.1], start=9):
         observe(rule, n, x, x)
         factors.append(rule.factor)
     assert factors == sorted(factors, reverse=True)
@@ -63,7 +64,9 @@ def test_an_update_of_more_than_half_the_way_near_the_target_is_too_long_at_once
 def test_a_first_update_beyond_the_target_lowers_the_rate() -> None:
     rule = PacedRate(TARGET, 60)
     assert "learning-rate-changed" in observe(rule, 1, 0.0, 20.0)
-    assert rule.factor == pytest.approx(0.01)
+    assert rule.factor == pytest.approx(0.2)  # at once,
+    rule.choose(2, TARGET * 8.0**2)
+    assert rule.factor == pytest.approx(0.05 / 3.2)  # and by what the next rollout tells
 
 
 def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
@@ -85,7 +88,8 @@ def test_a_target_out_of_reach_is_told_once() -> None:
 def test_the_first_step_of_the_policy_is_longer_whenever_it_comes() -> None:
     for first in (1, 6):
         rule = PacedRate(TARGET, 60, first=first)
-        observe(rule, first, 0.0, 0.25)
+        for n, x in enumerate([0.0, 0.25], start=first):
+            rule.choose(n, TARGET * x**2)
         assert rule.pace == pytest.approx(0.1)
 
 
@@ -104,36 +108,24 @@ def test_a_saved_rule_goes_on_the_same() -> None:
         assert first.state_dict() == second.state_dict()
 
 
-def test_one_heavy_response_is_no_long_way() -> None:
-    """The KL after the first update is half of the target, but nearly all of it one response's: the rate may rise."""
-    factors = []
-    for stderr in (0.0, 0.045):
-        rule = PacedRate(TARGET, 60)
-        rule.observe(1, CeilingResult(1.0, 0.0, math.nan, 0.05, stderr), 0.0)
-        factors.append(rule.factor)
-    assert factors[0] < 1.0 < factors[1]
-
-
 def test_without_progress_the_rate_does_not_rise() -> None:
     factors = []
     for progress in (True, False):
         rule = PacedRate(TARGET, 60)
         for n, x in enumerate([0.0, 0.51, 0.52, 0.53], start=1):
-            rule.observe(
-                n, CeilingResult(1.0, TARGET * x**2, math.nan, TARGET * (x + 0.01) ** 2), 0.0, progress=progress
-            )
+            rule.choose(n, TARGET * x**2, progress=progress)
         factors.append(rule.factor)
-    assert factors[0] > 1.0 == factors[1]
+    assert factors[0] > 1.0 > factors[1]
 
 
 def test_a_rollout_that_is_far_again_ends_the_hold() -> None:
-    """After an update the KL reads 0.9 of the way, and the next rollout half of it: the rate rises again."""
+    """The target seems to be reached, and the next rollout has half of it: the rate rises again."""
     rule = PacedRate(TARGET, 60)
-    travel(rule, 0.05, 4)
-    observe(rule, 5, 0.5, 0.95)
-    held = rule.factor
-    observe(rule, 6, 0.5, 0.55)
-    assert rule.factor > held
+    factors = []
+    for n, x in enumerate([0.0, 0.5, 0.95, 0.7, 0.72], start=1):
+        rule.choose(n, TARGET * x**2)
+        factors.append(rule.factor)
+    assert factors[2] < factors[4]
 
 
 def test_kl_without_a_higher_score_is_no_progress() -> None:
@@ -142,19 +134,30 @@ def test_kl_without_a_higher_score_is_no_progress() -> None:
     flat, rising, late, unknown = Progress(start), Progress(start), Progress(start), Progress(None)
     for n in range(10):
         x = 0.2 * n
-        fact = flat.observe(Mean(1.05, 0.1), x)
+        fact = flat.observe(Mean(1.05, 0.1), x, most=3.0 * x)
         assert flat.made == (n < 5)  # x is 0.6 at n = 3: two more rollouts are waited for
         assert bool(fact) == (n == 5)  # once
-        assert not rising.observe(Mean(1.0 + 0.4 * n, 0.1), x)
-        assert not unknown.observe(Mean(1.0, 0.1), x)
+        assert not rising.observe(Mean(1.0 + 0.4 * n, 0.1), x, most=3.0 * x)
+        assert not unknown.observe(Mean(1.0, 0.1), x, most=3.0 * x)
         assert rising.made
         assert unknown.made
-        late.observe(Mean(1.0 if n < 6 else 2.0, 0.1), x)
+        late.observe(Mean(1.0 if n < 6 else 2.0, 0.1), x, most=3.0 * x)
     assert late.made
     again = Progress(start)
     again.load_state_dict(json.loads(json.dumps(flat.state_dict())))
-    assert again.observe(Mean(1.05, 0.1), 1.0) == flat.observe(Mean(1.05, 0.1), 1.0) == {}
+    assert again.observe(Mean(1.05, 0.1), 1.0, 3.0) == flat.observe(Mean(1.05, 0.1), 1.0, 3.0) == {}
     assert again.state_dict() == flat.state_dict()
     assert not again.made
-    again.observe(Mean(1.05, 0.1), 0.3)  # back near the reference
+    again.observe(Mean(1.05, 0.1), 0.3, 1.0)  # back near the reference
     assert again.made
+
+
+def test_a_noisy_score_is_no_proof_that_nothing_is_learned() -> None:
+    """The same rise within the same noise: little of what the KL allows, or perhaps much of it."""
+    made = []
+    for most in (3.0, 0.5):
+        rule = Progress(Mean(1.0, 0.1))
+        for _ in range(5):
+            rule.observe(Mean(1.05, 0.1), 1.0, most)
+        made.append(rule.made)
+    assert made == [False, True]

@@ -70,11 +70,14 @@ def test_an_update_depends_on_seed_and_step_alone(make_trainer: Make) -> None:
 def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(make_trainer: Make, unit: str) -> None:
     law = Recorder(0.2)
     trainer = make_trainer(controller=as_controller(law), kl={"unit": unit})
-    updates = [trainer.update(step) for step in (1, 2, 3)]
+    updates, expected = [], []
+    for step in (1, 2, 3):
+        updates.append(trainer.update(step))
+        expected.append(trainer.ceiling.seen(updates[-1].move))
     rows = [update_row(update, trainer.config) for update in updates]
     assert law.updates == [(pytest.approx(row[f"kl/{unit}"], rel=1e-6), 32) for row in rows]
     assert [before for before, _, _ in law.observed] == [kl for kl, _ in law.updates]
-    assert [after for _, after, _ in law.observed] == [row["kl/after_update"] for row in rows]
+    assert law.observed == expected
     assert [row["kl/coef"] for row in rows] == pytest.approx([0.2, 0.4, 0.8])
     assert [row["kl/coef_next"] for row in rows] == pytest.approx([0.4, 0.8, 1.6])
     for update, row in zip(updates, rows, strict=True):
@@ -179,25 +182,26 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
         "kl": {"unit": unit, "target": 0.1, "controller": {"kind": "adaptive", "coef": 0.05}},
     }
     trainer, told = make_trainer(**settings), []
-    inner, observe = trainer.controller, trainer.rate.adaptive.observe
-    inner.observe_rate = told.append
+    trainer.controller.observe_rate = told.append
     moves: list[float] = []
+    observe = trainer.rate.adaptive.observe
 
-    def noted(step: int, move: Any, update_kl: float, **options: Any) -> dict[str, Any]:
+    def noted(step: int, move: Any, update_kl: float) -> dict[str, Any]:
         moves.append(update_kl)
-        return observe(step, move, update_kl, **options)
+        return observe(step, move, update_kl)
 
     trainer.rate.adaptive.observe = noted
     update = trainer.update(1)
     tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
     assert moves == [pytest.approx(update.mean("approx_kl") * tokens)]
     assert "learning-rate-changed" in update.facts
-    factor = trainer.rate.adaptive.factor
-    assert factor < 1.0
-    assert told == [pytest.approx(0.9 * factor)]  # the schedule falls by a tenth besides
+    assert trainer.rate.adaptive.factor < 1.0
     again = make_trainer(**settings)
     again.load_state_dict(trainer.state_dict())
-    assert row_of(again, 2)["policy/learning_rate"] == pytest.approx(0.03 * 0.9 * factor)
+    assert again.state_dict() == trainer.state_dict()
+    rate = row_of(trainer, 2)["policy/learning_rate"]
+    assert rate == pytest.approx(0.03 * 0.9 * trainer.rate.adaptive.used)  # the schedule falls by a tenth besides
+    assert told == [pytest.approx(rate / 0.03)]
 
 
 class Shrinks:
