@@ -1,8 +1,8 @@
 """The alarms of a run in one table: what is measured, when an alarm begins and ends, its words, and what then happens.
 
 `Monitors` reads every row of `metrics.jsonl` before it is written. A condition is told once when it begins, and again
-only after it has cleared with a margin. Events that a trainer, a controller or a scorer reports as facts are told each
-time. To add an alarm, add a line to `ALARMS` and to the page `GUIDE`, and a measurement where there is none yet.
+only after it has cleared with a margin; the events of an update are told each time. To add an alarm, add a line to
+`ALARMS` and to the page `GUIDE`, and a measurement where there is none yet.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import correlation, fmean, linear_regression, median, median_low, stdev
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from rlhf_kl.events import GUIDE, Event, GoldFailed, RolledBack, UpdateSkipped, WeightsLost, in_order, worded
 from rlhf_kl.kl_controllers.held import near_target
 from rlhf_kl.kl_controllers.tilt import least_kl
 from rlhf_kl.report.control import is_update, worth
@@ -25,10 +26,8 @@ if TYPE_CHECKING:  # what shows a run needs no torch
     from rlhf_kl.ppo.reference import ReferenceScores
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
-Facts = Mapping[str, Any]  # of an update: the names of alarms, each with its figures
-Action = Literal["note", "warn", "rollback", "stop"]
+Action = Literal["warn", "rollback", "stop"]
 
-GUIDE = "kl"  # the page that lists the alerts
 WINDOW = 100  # rows that are kept
 START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
@@ -51,11 +50,11 @@ PATIENCE = 10  # shortened updates in a row whose KL may be above the ceiling
 
 @dataclass(frozen=True)
 class Alarm:
-    """One line of the table. One that stops or rolls back gives its text as the reason; a note asks for nothing."""
+    """One line of the table. One that stops or rolls back gives its text as the reason."""
 
     name: str  # the fixed word that an alert begins with
     text: str  # with places for figures and for the advice
-    measure: Callable[[Monitors], Figures | None] | None = None  # None: not known; no function: an event
+    measure: Callable[[Monitors], Figures | None]  # None: not known
     begins: Callable[[Figures], bool] = lambda _: True
     clears: Callable[[Figures], bool] = lambda _: False
     hold: int = 1  # updates in a row that it has to be clear before it ends
@@ -106,7 +105,7 @@ class Monitors:
         self.advice = _advice(config, learning_rate) | {"unit": self.unit, "target": self.target}
         self.row: Mapping[str, Any] = {}
         self.now: dict[str, float] = {}  # the figures of this row
-        self.facts: Facts = {}
+        self.events: list[Event] = []
         # The state.
         self.updates = 0
         self.rows: list[dict[str, float]] = []  # the figures of the last ones
@@ -120,16 +119,17 @@ class Monitors:
         self.best: dict[str, Any] | None = None
         self.best_checkpoint: dict[str, Any] | None = None
 
-    def __call__(self, row: Mapping[str, Any], facts: Facts | None = None) -> tuple[list[str], Decision | None]:
+    def __call__(self, row: Mapping[str, Any], events: Sequence[Event] = ()) -> tuple[list[str], Decision | None]:
         """The alerts that begin with a row, and what has to be done."""
-        self._take(row, facts or {})
-        alerts, decision = [], None
+        self._take(row, in_order(events))
+        equal, decision = EQUAL if equal_scores(self) else {}, None
+        alerts = worded(self._news(), equal)
         for alarm in ALARMS:
             if (figures := self._beginning(alarm)) is not None:
-                words = alarm.words(self.advice | dict(figures) | (EQUAL if equal_scores(self) else {}))
+                words = alarm.words(self.advice | dict(figures) | equal)
                 if alarm.action == "warn":
                     alerts.append(words)
-                elif alarm.action != "note" and decision is None:
+                elif decision is None:
                     decision = Decision(alarm.action, alarm.name, words)
         return alerts, decision
 
@@ -140,7 +140,7 @@ class Monitors:
         else:
             self.skipped, self.turned_back = 0, True
         place = f"update {step}" if step else "the start"
-        return worded({"rolled-back": {"reason": decision.reason, "place": place, "coef": coef}})[0]
+        return worded([RolledBack(decision.reason, place, coef)])[0]
 
     def better_checkpoint(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """The checkpoint that a row measures (in row k: of update k - 1), if it is the best so far."""
@@ -163,8 +163,8 @@ class Monitors:
 
     # ---- the history
 
-    def _take(self, row: Mapping[str, Any], facts: Facts) -> None:
-        self.row, self.facts, self.updates = row, facts, self.updates + 1
+    def _take(self, row: Mapping[str, Any], events: list[Event]) -> None:
+        self.row, self.events, self.updates = row, events, self.updates + 1
         figures = {key: read_number(row, key) for key in row}
         figures |= {"kl": read_number(row, f"kl/{self.unit}"), "held": read_number(row, f"kl/{self.config.kl.unit}")}
         entropy, exact = read_number(row, "policy/entropy"), read_number(row, "kl/exact")
@@ -182,19 +182,27 @@ class Monitors:
         perplexity = now.get("eval/perplexity", math.inf)
         if "objective/scores" in now and perplexity < self.lowest.get("perplexity", math.inf):
             self.lowest = {"perplexity": perplexity, "score": self.score()}
-        if "weights-lost" in facts or facts.get("update-skipped", {}).get("broken"):
+        skips = [event for event in events if isinstance(event, UpdateSkipped | WeightsLost)]
+        if any(skip.broken for skip in skips):
             self.skipped += 1
-        elif "update-skipped" not in facts:
+        elif not skips:
             self.skipped, self.turned_back = 0, False
         value = worth(row, self.constant_coef) if is_update(row) else -math.inf
         if math.isfinite(value) and (self.best is None or value > worth(self.best, self.constant_coef)):
             self.best = {key: row.get(key) for key in _BEST}
 
+    def _news(self) -> list[Event]:
+        """The events of this row, but a gold scorer that goes on failing."""
+        failing = "gold-failed" in self.active
+        self.active.pop("gold-failed", None)
+        if any(isinstance(event, GoldFailed) for event in self.events):
+            self.active["gold-failed"] = 0
+        return [event for event in self.events if not (failing and isinstance(event, GoldFailed))]
+
     def _beginning(self, alarm: Alarm) -> Figures | None:
         """The figures of an alarm that begins with this row."""
-        figures: Figures | None = self.facts.get(alarm.name) if alarm.measure is None else alarm.measure(self)
-        if figures is None or alarm.measure is None:
-            return figures
+        if (figures := alarm.measure(self)) is None:
+            return None
         key = alarm.name + alarm.part
         if key in self.active:
             self.active[key] = self.active[key] + 1 if alarm.clears(figures) else 0
@@ -230,11 +238,6 @@ class Monitors:
         rollout = self.config.rollout
         draws = updates * rollout.batch_size / rollout.samples_per_prompt
         return math.hypot(self.scores.spread / math.sqrt(draws), self.scores.mean_stderr)
-
-
-def worded(facts: Facts, action: Action = "warn") -> list[str]:
-    """The alerts of events, without a history; or the notes, which are plain lines."""
-    return [each.words(facts[each.name]) for each in ALARMS if each.name in facts and each.action == action]
 
 
 def collapsed(row: Mapping[str, Any]) -> bool:
@@ -506,14 +509,13 @@ def above_ceiling(action: str) -> Callable[[Monitors], Figures | None]:
 
 def broken(m: Monitors) -> Figures | None:
     """Numbers that are not finite, where going on would not mend them."""
-    limit, skipped = m.config.ppo.max_skipped, m.facts.get("update-skipped", {})
-    if "weights-lost" in m.facts:
-        reason = "a weight is not finite any more"
-    elif skipped.get("broken") and m.skipped >= limit:
-        reason = f"{limit} updates in a row were skipped: {skipped['reason']}"
-    else:
-        return None
-    return {"reason": reason, "step": m.row["step"], "again": m.turned_back}
+    limit, reason = m.config.ppo.max_skipped, None
+    for event in m.events:
+        if isinstance(event, UpdateSkipped) and event.broken and m.skipped >= limit:
+            reason = f"{limit} updates in a row were skipped: {event.reason}"
+        elif isinstance(event, WeightsLost):
+            reason = event.words
+    return {"reason": reason, "step": m.row["step"], "again": m.turned_back} if reason else None
 
 
 # ---- the table
@@ -523,29 +525,6 @@ _AT_BOUND = f"beta has been at its bound {{bound:g}} for {STUCK} updates, so the
 _ABOVE = "KL {kl:.4g} nats per {kl_unit} is above the ceiling {limit:.4g}"
 
 ALARMS = (
-    # Events: what the controller, the rate, the trainer and the scorers report.
-    Alarm("coef-moved", "auto found beta {wanted:.4g}, but kl.controller.min_coef and max_coef allow {min_coef:.4g} "
-          "to {max_coef:.4g}: it starts at {coef:.4g}. Set them wider"),
-    Alarm("controller-too-slow", "in {updates} updates of {batch_size} episodes {kind} can move beta only from "
-          "{coef:.4g} to between {low:.4g} and {high:.4g}. Use kl.controller.kind=adaptive or a smaller horizon"),
-    Alarm("controller-state", "{names} cannot be saved; define state_dict"),
-    Alarm("scores-clipped", "reward.clip cuts off {share:.0%} of the reference samples' scores, so the policy cannot "
-          "tell them apart: set reward.normalize=true, or a larger reward.clip"),
-    Alarm("eval-scores", "a score of the reward model was not finite: left out"),
-    Alarm("kl-not-finite", "measured KL is {kl}; coef stays at {coef:.6g}"),
-    Alarm("coef-not-finite", "{reason} at KL {kl:.6g}; back to {coef:.6g}"),
-    Alarm("learning-rate-changed", "the learning rate is now {factor:.3g}x its schedule: {why}", action="note"),
-    Alarm("no-progress", "the KL is at {kl:.0%} of its target, and the score has risen by {rise:.2g} ± {noise:.2g}, no "
-          "more than its noise: beta and the learning rate are not moved farther. Look at the responses and their "
-          "scores: many may be empty or equal"),
-    Alarm("learning-rate-at-bound", "{why}; the factor is at its bound {factor:g}: {change} ppo.learning_rate"),
-    Alarm("update-skipped", "{reason}: the steps that need it were left out"),
-    Alarm("step-skipped", "the gradient was not finite, so the step changed nothing"),
-    Alarm("gold-failed", "{failure}: left out", lambda m: m.facts.get("gold-failed", {}),
-          begins=bool, clears=lambda f: not f),
-    Alarm("weights-lost", "a weight is not finite any more"),
-    Alarm("rolled-back", "{reason}; back to the policy, its optimizer and its controller of {place}, beta is "
-          "{coef:.4g} now"),
     # Conditions of the KL.
     Alarm("sampler-mismatch", "over {updates} updates the tokens were not sampled from the policy that is trained: "
           "{found}. Check temperature, top-k and top-p, dropout, padding and dtype",

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from rlhf_kl.events import worded
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.kl_controllers.held import BAND, tail_error, verdict
 from rlhf_kl.kl_controllers.tilt import tilted
-from rlhf_kl.monitors import worded
 
 # The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
 LEAST_COEF = math.exp(-7.0)

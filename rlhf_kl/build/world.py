@@ -19,8 +19,8 @@ from rlhf_kl.builtin.world import GOLD, cache_folder, is_builtin, part_key, worl
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import RewardModelConfig, Section, SFTConfig
 from rlhf_kl.errors import GuardStop, InputError, RunFailed
+from rlhf_kl.events import worded
 from rlhf_kl.models.load import parameter_count
-from rlhf_kl.monitors import worded
 from rlhf_kl.run.folder import FULL, sweep, write_folder
 from rlhf_kl.run.log import write_json
 from rlhf_kl.seeding import seed_libraries
@@ -150,7 +150,7 @@ class World:
             for step in range(1, trainer.steps + 1):
                 trainer.step(step)
                 advance(1)
-                for alert in worded(trainer.facts):
+                for alert in worded(trainer.events):
                     log.warning(f"{title}: {alert}")
                 if trainer.stuck:
                     raise GuardStop(f"{title}: {trainer.skipped} steps in a row had gradients that were not finite")

@@ -29,12 +29,12 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
+from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.kl_controllers.tilt import best_of_n
 from rlhf_kl.memory import LESS_MEMORY, memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
-from rlhf_kl.monitors import worded
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
@@ -212,19 +212,20 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     yield from check_beta(config, training)
     with ui.waiting("one update"):
         result = training.trainer.update(1)
-    if skipped := result.facts.get("update-skipped"):
-        yield Finding("fatal", "update", skipped["reason"])
+    events = list(result.events)
+    if skips := [event for event in events if isinstance(event, UpdateSkipped)]:
+        yield Finding("fatal", "update", skips[-1].reason)
         return
-    row, facts = update_row(result, config), dict(result.facts)
+    row = update_row(result, config)
     update = time.perf_counter() - began - start
     with ui.waiting("one evaluation"):
-        evaluated, _ = evaluate_policy(config, setup, facts)
+        evaluated, _ = evaluate_policy(config, setup, events)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
     yield check_endings(config, setup, row)
     if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
         yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
-    for alert in worded(facts):
+    for alert in worded(events):
         yield judged("update", False, alert)
     yield check_perplexity(evaluated["eval/perplexity"], setup.texts, setup.tokenizer)
     evaluations = 2 + (config.updates - 1) // config.eval.every
@@ -286,7 +287,7 @@ def check_scores(training: Training) -> Iterator[Finding]:
     shaped = torch.tensor(scores.shaped)
     bars = sketch(histogram({"all": shaped})["all"])
     message = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
-    warnings = worded(scores.start_facts())
+    warnings = worded(scores.start_events())
     for warning in warnings:
         yield judged("scores", False, f"{message}; {warning}")  # which ends with advice
     different = len(set(scores.shaped))
@@ -324,7 +325,7 @@ def check_targets(config: TrainConfig, scores: ReferenceScores) -> Iterator[Find
 def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
     """Where beta starts and how far it can move."""
     control, batch = training.trainer.controller, config.rollout.batch_size
-    warnings = [*worded(control.start_facts(config.controlled_updates, batch)), *gradient_notes(config)]
+    warnings = [*worded(control.start_events(config.controlled_updates, batch)), *gradient_notes(config)]
     for warning in warnings:
         yield judged("beta", False, warning)
     if not warnings:

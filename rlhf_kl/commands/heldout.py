@@ -15,11 +15,11 @@ from rlhf_kl.commands.stored import Permissions, load_policy, load_run_reference
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.events import Event, worded
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.perplexity import perplexity_of, safe_exp, text_sums
 from rlhf_kl.models.value import frozen_lm
-from rlhf_kl.monitors import worded
 from rlhf_kl.ppo.evaluate import (
     NO_SCORERS,
     CachedSamples,
@@ -140,9 +140,9 @@ class HeldOut:
                 cached=cached,
                 shown=0 if again else len(prompts),
             )
-        facts: dict[str, Any] = {}
-        figures = figures_of(own, other, facts)
-        for alert in worded(facts):
+        events: list[Event] = []
+        figures = figures_of(own, other, events)
+        for alert in worded(events):
             log.warning(alert)
         if unscored := figures.pop("unscored"):
             log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
@@ -153,7 +153,7 @@ class HeldOut:
 def of_reference(own: Samples, other: Samples) -> dict[str, Any]:
     """The figures of the reference beside those of a policy."""
     names = ("scores", "gold", "length", "eos_rate", "distinct_2")
-    figures, errors = figures_of(other, own, {}), errors_of(other)
+    figures, errors = figures_of(other, own, []), errors_of(other)
     return {name: figures[name] for name in names} | {"standard_errors": {name: errors[name] for name in names}}
 
 

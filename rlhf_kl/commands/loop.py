@@ -16,10 +16,11 @@ from rlhf_kl.commands.samples import heldout_rows, sample_rows
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks, held_share, local, unsharded
+from rlhf_kl.events import Event, GoldFailed, UpdateSkipped, WeightsLost, worded
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
-from rlhf_kl.monitors import Decision, Monitors, worded
+from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.evaluate import Samples, distinct_2, figures_of, policy_samples
@@ -85,12 +86,12 @@ class TrainLoop:
         if 0 in self.run.spared and self.run.checkpoint is None:
             self.run.save(0)
         for step in self.run.steps(total):
-            facts: dict[str, Any] = {}
+            events: list[Event] = []
             self.scorers.begin(step, total)
-            evaluated = self.evaluate(step, facts) if (step - 1) % config.eval.every == 0 else {}
+            evaluated = self.evaluate(step, events) if (step - 1) % config.eval.every == 0 else {}
             row, rollout, found = self.step(step)
             row |= evaluated
-            row["alerts"], decision = self.monitors(row, facts | found)
+            row["alerts"], decision = self.monitors(row, events + found)
             ended_by = None if decision is None else self.obey(decision, row)
             self.note_best_checkpoint(row)
             if step % config.tracking.samples_every == 0 or step in (1, total):
@@ -100,38 +101,38 @@ class TrainLoop:
             row["time/elapsed_s"] = self.run.seconds
             began = now
             # A policy with a broken number is no checkpoint.
-            self.run.log(row, sound=not {"update-skipped", "weights-lost"} & found.keys())
+            self.run.log(row, sound=not any(isinstance(event, UpdateSkipped | WeightsLost) for event in found))
             ui.show_row(row)
-            for note in worded(found, "note"):
+            for note in worded(found, notes=True):
                 log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
                 log.warning(f"update {step}: {alert}")
             if ended_by:
                 self.run.stop(row, ended_by, episodes=row["episodes"])
 
-    def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
-        """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
+    def evaluate(self, step: int, events: list[Event]) -> dict[str, Any]:
+        """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
         sizes = f"{len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses"
         with ui.waiting(f"evaluating on {sizes}"):
-            figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
+            figures, samples = evaluate_policy(self.config, self.setup, events, self.ranks, step)
         for row in samples:
             self.run.sample({"step": step} | row)
         return figures
 
-    def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, dict[str, Any]]:
-        """One update: its row, the rollout and what the monitors should know. One that is not finite is left out."""
+    def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, list[Event]]:
+        """One update: its row, the rollout and its events. One that is not finite is left out."""
         config, clock, trainer = self.config, self.training.clock, self.trainer
         self.scorers.begin(step, config.updates)  # discards what an evaluation logged
         with clock.timed("time/update_s"):
             update = trainer.update(step)
-        rollout, facts = update.rollout, update.facts
+        rollout, events = update.rollout, update.events
         row = update_row(update, config)
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         if rollout.failures:
-            facts["gold-failed"] = {"failure": rollout.failures[0]}
+            events.append(GoldFailed(rollout.failures[0]))
         if not all(self.ranks.all(all_finite(map(local, trainer.trained)))):
-            facts["weights-lost"] = {}
+            events.append(WeightsLost())
         row |= seconds | {
             "step": step,
             "episodes": step * config.rollout.batch_size,
@@ -142,7 +143,7 @@ class TrainLoop:
         row = self.ranks.first(row)  # times are those of the first process
         if step <= config.ppo.value_warmup + 1:
             check_first(row, float32=config.run.dtype == "float32")
-        return row, rollout, facts
+        return row, rollout, events
 
     # ---- what the monitors decide
 
@@ -222,8 +223,9 @@ class TrainLoop:
             f"KL target {kl.target_value:g} nats per {kl.unit}{reported}, {ceiling}; "
             f"{kl.controller.kind} controller: beta {course}"
         )
-        facts = self.training.reference_scores.start_facts() | control.start_facts(config.controlled_updates, batch)
-        for warning in [*worded(facts), *gradient_notes(config), *unused_notes(config)]:
+        events = control.start_events(config.controlled_updates, batch)
+        events += self.training.reference_scores.start_events()
+        for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:
             log.warning(warning)
 
     def finish(self) -> dict[str, Any]:
@@ -232,9 +234,9 @@ class TrainLoop:
         rows = [row for row in read_jsonl(self.run.folder.metrics) if is_update(row)]
         step = self.config.updates
         self.scorers.begin(step + 1, self.config.updates)
-        facts: dict[str, Any] = {}
-        evaluated = self.evaluate(step + 1, facts)
-        for alert in worded(facts):
+        events: list[Event] = []
+        evaluated = self.evaluate(step + 1, events)
+        for alert in worded(events):
             log.warning(alert)
         # The policy after the last update is the one that would sample the next row.
         row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
@@ -271,11 +273,11 @@ class TrainLoop:
 
 
 def evaluate_policy(
-    config: TrainConfig, setup: Setup, facts: dict[str, Any], ranks: Ranks | None = None, step: int = 1
+    config: TrainConfig, setup: Setup, events: list[Event], ranks: Ranks | None = None, step: int = 1
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
 
-    `facts` gets what is left out, for the monitors. Each of several processes reads its part.
+    `events` gets what is left out. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
     prompts = setup.heldout.batch(1)
@@ -302,7 +304,7 @@ def evaluate_policy(
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other = map(Samples.joined, zip(*samples, strict=True))
     text, *of_reference = map(perplexity_of, zip(*sums, strict=True))
-    figures = figures_of(own, other, facts)
+    figures = figures_of(own, other, events)
     names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
     row = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
     row |= {f"eval/{name}": figures[name] for name in names}

@@ -43,8 +43,8 @@ def simulate(
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
     from rlhf_kl.config.load import load_config
     from rlhf_kl.config.plugins import controller_class, make_controller
+    from rlhf_kl.events import worded
     from rlhf_kl.kl_controllers import stored_name
-    from rlhf_kl.monitors import worded
     from rlhf_kl.plugins import takes
     from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
     from rlhf_kl.simulate import plot as draw
@@ -84,7 +84,7 @@ def simulate(
     notes: list[str] = []
     if kls is None:
         policy = Plant(tilt_law(example_scores()), speed, noise, length or PLANT_NATS / target, seed)
-        notes += worded(law.start_facts(updates, episodes))
+        notes += worded(law.start_events(updates, episodes))
         rows = simulate_plant(law, policy, updates, episodes)
     else:
         rows = simulate_sequence(law, kls, episodes, notes)

@@ -11,9 +11,9 @@ from rlhf_kl.build.machine import run_device
 from rlhf_kl.build.tasks import build_task
 from rlhf_kl.build.world import with_files
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.events import worded
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed
-from rlhf_kl.monitors import worded
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.run.folder import write_folder
 from rlhf_kl.run.run import Run
@@ -54,7 +54,7 @@ def train_to_the_end(trainer: SupervisedTrainer, run: Run) -> dict[str, Any]:
             figures = trainer.task.evaluate(ranks) if (step - 1) % run.config.eval.every == 0 else {}
             row = trainer.step(step) | figures
             row["time/step_s"] = time.perf_counter() - began
-            if alerts := worded(trainer.facts):
+            if alerts := worded(trainer.events):
                 row["alerts"] = alerts
             run.log(row, sound=not trainer.skipped and all(ranks.all(all_finite(trainer.model.parameters()))))
             advance(1)

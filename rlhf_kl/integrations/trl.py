@@ -14,8 +14,8 @@ import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.events import worded
 from rlhf_kl.kl_controllers import KLController, as_controller, build_controller
-from rlhf_kl.monitors import worded
 from rlhf_kl.ops.kl import k3
 from rlhf_kl.plugins import is_reference, load_attribute
 

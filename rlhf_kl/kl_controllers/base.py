@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
+from rlhf_kl.events import CoefMoved, CoefNotFinite, ControllerState, ControllerTooSlow, Event, KLNotFinite
 from rlhf_kl.plugins import checked_options, parameters_of, users_code
 
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
@@ -167,18 +168,18 @@ class KLController:
         """Whether the law uses `observe_update`, which needs a measurement."""
         return getattr(self.observe_update, "__func__", None) is not KLController.observe_update
 
-    def step(self, kl: float | None, episodes: int, move: tuple[float, float, float] | None = None) -> dict[str, Any]:
+    def step(self, kl: float | None, episodes: int, move: tuple[float, float, float] | None = None) -> list[Event]:
         """Move beta after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
 
         move: the arguments of `observe_update`, if it was measured. A missing or non-finite figure changes nothing. If
         the law makes coef non-finite, zero or negative, coef and the law's state are restored.
-        Returns facts for the monitors: where beta had to stay. Errors: InputError if the law's own code fails.
+        Returns where beta had to stay. Errors: InputError if the law's own code fails.
         """
         if move is not None and self.needs_update_kl and all(map(math.isfinite, move)):
             with users_code(f"kl.controller: {self.kind}.observe_update raised"):
                 self.observe_update(*map(float, move))
         if kl is None or not math.isfinite(kl):
-            return {"kl-not-finite": {"kl": kl, "coef": self._beta}}
+            return [KLNotFinite(kl, self._beta)]
         before = copy.deepcopy(self.state_dict())
         with users_code(f"kl.controller: {self.kind}.update raised"):
             self.update(float(kl), int(episodes))
@@ -186,11 +187,11 @@ class KLController:
         if not math.isfinite(beta) or beta < 0.0 or (beta == 0.0 and self.bounds[0] > 0.0):
             self.load_state_dict(before)
             self.coef = self._beta / self.raised
-            return {"coef-not-finite": {"reason": f"the controller set it to {beta}", "kl": kl, "coef": self._beta}}
+            return [CoefNotFinite(beta, kl, self._beta)]
         self._beta = clip(beta, *self.bounds)
         if self._beta != beta:
             self.coef = self._beta / self.raised
-        return {}
+        return []
 
     def change_rate(self, factor: float) -> None:
         """Tell the law by what factor the learning rate changes; not for one of 0 or 1."""
@@ -210,22 +211,17 @@ class KLController:
         low, high = (clip(self.raised * coef, *self.bounds) for coef in self.reach(updates, batch_size))
         return low, high
 
-    def start_facts(self, updates: int, batch_size: int) -> dict[str, Any]:
-        """Facts before the run: a horizon or gain that cannot move beta in it, state that is not saved."""
-        facts: dict[str, Any] = {}
+    def start_events(self, updates: int, batch_size: int) -> list[Event]:
+        """Before the run: a start that was moved, a law that cannot move beta in this run, state that is not saved."""
+        events: list[Event] = []
         low, high = self.beta_range(updates, batch_size)
         if self.wanted is not None and self.wanted != clip(self.wanted, *self.bounds):
-            facts["coef-moved"] = {
-                "wanted": self.wanted, "min_coef": self.bounds[0], "max_coef": self.bounds[1], "coef": self._beta,
-            }  # fmt: skip
+            events.append(CoefMoved(self.wanted, *self.bounds, self._beta))
         if self.adjusts and low * 2 > self._beta and high < 2 * self._beta:
-            facts["controller-too-slow"] = {
-                "updates": updates, "batch_size": batch_size, "kind": self.kind, "coef": self._beta,
-                "low": low, "high": high,
-            }  # fmt: skip
+            events.append(ControllerTooSlow(updates, batch_size, self.kind, self._beta, low, high))
         if unsaved := self._unsaved():
-            facts["controller-state"] = {"names": ", ".join(unsaved)}
-        return facts
+            events.append(ControllerState(", ".join(unsaved)))
+        return events
 
     def _unsaved(self) -> list[str]:
         """Attributes that a checkpoint would lose."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_kl.events import EvalScores, Event, GoldFailed
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
@@ -141,17 +142,17 @@ def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tens
     return [{"text": text, "logprob": p, "ref_logprob": q, "kl": nats} for text, p, q, nats in columns]
 
 
-def figures_of(own: Samples, other: Samples, facts: dict[str, Any]) -> dict[str, Any]:
+def figures_of(own: Samples, other: Samples, events: list[Event]) -> dict[str, Any]:
     """The figures of a model on held-out prompts by the keys of `eval --json`, with the KL of the other one to it.
 
-    KL in nats; scores are raw, over what was scored. `facts` gets what is left out, for `monitors.worded`.
+    KL in nats; scores are raw, over what was scored. `events` gets what is left out.
     """
     if own.failures:
-        facts["gold-failed"] = {"failure": own.failures[0]}
+        events.append(GoldFailed(own.failures[0]))
     known, golds = ([score for score in each if not math.isnan(score)] for each in (own.scores, own.gold))
     unscored = len(own.scores) - len(known)
     if math.inf in map(abs, known):
-        facts["eval-scores"] = {}
+        events.append(EvalScores())
         known = []
     return {
         "kl_token": sum(own.kl) / sum(own.lengths),

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged, NoProgress
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.kl_controllers.base import clip
 from rlhf_kl.ops.masked import Mean, float64
@@ -51,15 +52,15 @@ class Progress:
         self.score = Mean(0.0, 0.0)  # and their moving average
         self.made, self.told = True, False
 
-    def observe(self, score: Mean, distance: float, most: float) -> dict[str, Any]:
-        """After a rollout at x = `distance`. Returns a fact for the monitors when the score has not risen, once.
+    def observe(self, score: Mean, distance: float, most: float) -> list[Event]:
+        """After a rollout at x = `distance`. Returns an event when the score has not risen, once.
 
         `most`: about the highest rise that its KL allows.
         """
         self.count = self.count + 1 if distance >= SPENT and self.start is not None else 0
         if self.start is None or not self.count:
             self.made = True
-            return {}
+            return []
         new = max(RECENT, 1.0 / self.count)
         mean, stderr = (
             new * score.mean + (1.0 - new) * self.score.mean,
@@ -69,9 +70,9 @@ class Progress:
         rise, noise = mean - self.start.mean, math.hypot(self.score.stderr, self.start.stderr)
         self.made = self.count < PATIENCE or rise > SURE_RISE * noise or rise + noise > LITTLE * most
         if self.made or self.told:
-            return {}
+            return []
         self.told = True
-        return {"no-progress": {"kl": distance**2, "rise": rise, "noise": noise}}
+        return [NoProgress(distance**2, rise, noise)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "score": list(self.score), "told": self.told}
@@ -103,11 +104,11 @@ class PacedRate:
         self.near = False  # the target was reached
         self.stuck = False  # the rate is at its bound, and that was reported
 
-    def choose(self, update: int, kl: float, *, progress: bool = True) -> dict[str, Any]:
+    def choose(self, update: int, kl: float, *, progress: bool = True) -> list[Event]:
         """Before update number `update`, whose rollout has this mean KL. Without `progress` the rate does not rise.
 
         Rollouts tell the pace, since the KL at the states of an update can rise much more than that of the next one.
-        Returns a fact for the monitors, once, if the bound of the rate keeps the target out of reach.
+        Returns an event, once, if the bound of the rate keeps the target out of reach.
         """
         distance = math.sqrt(max(0.0, kl) / self.target)
         if self.distance is not None and not self.near:
@@ -116,24 +117,24 @@ class PacedRate:
                 pace = max(SLOWER * self.pace, min(pace, (pace + self.pace) / 2))
             self.pace = pace
         self.distance, self.near = distance, distance >= (BACK if self.near else NEAR)
-        facts: dict[str, Any] = {}
+        events: list[Event] = []
         if self.near:
             holding = HOLDING_PACE / max(1e-6, self.pace or 0.0)
             self.factor = max(FACTOR_BOUNDS[0], min(self.factor, HOLDING_FACTOR, holding))
         elif self.pace is not None:
-            facts = self._approach(update, distance, self.pace, progress)
+            events = self._approach(update, distance, self.pace, progress)
         self.used = self.factor
-        return facts
+        return events
 
-    def observe(self, update: int, move: CeilingResult, update_kl: float) -> dict[str, Any]:
+    def observe(self, update: int, move: CeilingResult, update_kl: float) -> list[Event]:
         """After the update, before any cut of the ceiling: near the target one that went too far lowers the rate.
 
         `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
         constant KL to the reference; it grows with the square of the rate.
-        Returns a fact for the monitors if it did.
+        Returns an event if it did.
         """
         if not (math.isfinite(move.kl_before) and math.isfinite(move.kl_uncut)):
-            return {}
+            return []
         here, there = (math.sqrt(max(0.0, kl) / self.target) for kl in (move.kl_before, move.kl_uncut))
         by, why = 1.0, ""
         if abs(there - here) > LARGE_STEP and there > NEAR:
@@ -143,19 +144,19 @@ class PacedRate:
             by = math.sqrt(USUAL_MOVE * self.target / update_kl)
             why = f"the policy moved {update_kl / self.target:.0%} of the target in one update"
         if not why:
-            return {}
+            return []
         self.factor = max(FACTOR_BOUNDS[0], self.factor * max(LEAST, by))
-        return {"learning-rate-changed": {"why": why, "factor": self.factor}}
+        return [LearningRateChanged(why, self.factor)]
 
-    def _approach(self, update: int, distance: float, pace: float, progress: bool) -> dict[str, Any]:
+    def _approach(self, update: int, distance: float, pace: float, progress: bool) -> list[Event]:
         wanted = (1.0 - distance) / (self.plan + 1 - update if update <= self.plan else LATE)
         change = clip(wanted / max(1e-6, pace * self.factor), *CHANGE_BOUNDS)
         self.factor = clip(self.factor * (change if progress else min(1.0, change)), *FACTOR_BOUNDS)
         if self.stuck or update <= 2 * self.plan or self.factor < FACTOR_BOUNDS[1]:
-            return {}
+            return []
         self.stuck = True
         why = f"after {update - 1} updates the KL is at {distance * distance:.0%} of its target"
-        return {"learning-rate-at-bound": {"why": why, "factor": self.factor, "change": "raise"}}
+        return [LearningRateAtBound(why, self.factor)]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("factor", "distance", "used", "pace", "near", "stuck")}
@@ -180,21 +181,21 @@ class LearningRate:
         factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
         return self.peak * factor * (1.0 if self.adaptive is None else self.adaptive.factor)
 
-    def choose(self, step: int, kl: float, *, progress: bool) -> dict[str, Any]:
-        """Before update `step`: choose its rate, and tell it to the controller. Returns facts for the monitors.
+    def choose(self, step: int, kl: float, *, progress: bool) -> list[Event]:
+        """Before update `step`: choose its rate, and tell it to the controller. Returns events.
 
         `kl`, `progress`: see `PacedRate.choose`.
         """
-        facts = {} if self.adaptive is None else self.adaptive.choose(step, kl, progress=progress)
+        events = [] if self.adaptive is None else self.adaptive.choose(step, kl, progress=progress)
         rate = self(step)
         if self.last:
             self.controller.change_rate(rate / self.last)
         self.last = rate
-        return facts
+        return events
 
-    def observe(self, step: int, move: CeilingResult, update_kl: float) -> dict[str, Any]:
-        """After update `step`. Returns facts for the monitors; see `PacedRate.observe`."""
-        return {} if self.adaptive is None else self.adaptive.observe(step, move, update_kl)
+    def observe(self, step: int, move: CeilingResult, update_kl: float) -> list[Event]:
+        """After update `step`. Returns events; see `PacedRate.observe`."""
+        return [] if self.adaptive is None else self.adaptive.observe(step, move, update_kl)
 
     def state_dict(self) -> dict[str, Any]:
         return {

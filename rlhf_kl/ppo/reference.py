@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
+from rlhf_kl.events import Event, ScoresClipped
 from rlhf_kl.kl_controllers.tilt import (
     REACHED,
     best_of_n,
@@ -63,9 +64,9 @@ class ReferenceScores:
     gold: list[float] | None = None
     clipped: float = 0.0  # share that reward.clip cuts off
 
-    def start_facts(self) -> dict[str, Any]:
-        """Facts about the scores for the monitors, before the run starts."""
-        return {"scores-clipped": {"share": self.clipped}} if self.clipped > MUCH_CLIPPED else {}
+    def start_events(self) -> list[Event]:
+        """About the scores, before the run starts."""
+        return [ScoresClipped(self.clipped)] if self.clipped > MUCH_CLIPPED else []
 
     def solve(self, sequence_kl: float, *, scaled: bool = False) -> SolvedCoef:
         """The beta at which tilting has this KL, or nearly the most that it can have.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks, unsharded
+from rlhf_kl.events import UpdateSkipped
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.text import decode_responses, pad
@@ -129,8 +130,8 @@ class Rollouts:
         )
 
 
-def unusable(rollout: RolloutBatch) -> dict[str, Any] | None:
-    """Why a rollout cannot be trained on, as a fact for the monitors; None if it can.
+def unusable(rollout: RolloutBatch) -> UpdateSkipped | None:
+    """Why a rollout cannot be trained on; None if it can.
 
     One of its figures is not finite, or no response has a score.
     """
@@ -143,9 +144,9 @@ def unusable(rollout: RolloutBatch) -> dict[str, Any] | None:
     }
     for name, x in figures.items():
         if not bool(torch.isfinite(x).all()):
-            return {"reason": f"{name} was not finite", "broken": True}
+            return UpdateSkipped(f"{name} was not finite")
     if not bool(rollout.scored.any()):
-        return {"reason": "the reward returned None for all responses", "broken": False}
+        return UpdateSkipped("the reward returned None for all responses", broken=False)
     return None
 
 

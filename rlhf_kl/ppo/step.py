@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import is_sharded, local, unsharded
+from rlhf_kl.events import Event, UpdateSkipped
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.memory import SMALLER_PASS, memory_for, sized, tokens_of_a_pass
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
@@ -53,7 +54,7 @@ class Update:
     critic_loss: float | None = None  # of a critic on features, before its fit
     explained_variance: float = math.nan  # of the returns, by the values of the rollout
     move: CeilingResult = field(default_factory=CeilingResult)
-    facts: dict[str, Any] = field(default_factory=dict)  # for the monitors: names of alarms with their figures
+    events: list[Event] = field(default_factory=list)  # for the monitors
 
     @property
     def taken(self) -> list[OptimizerStep]:
@@ -69,7 +70,7 @@ class Update:
 
     def skip(self, figure: str) -> None:
         """Tell the monitors that a step was left out, since this figure was not finite."""
-        self.facts["update-skipped"] = {"reason": f"{figure} was not finite", "broken": True}
+        self.events.append(UpdateSkipped(f"{figure} was not finite"))
 
 
 class PPOTrainer:
@@ -114,7 +115,7 @@ class PPOTrainer:
         rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
         coef, unit = self.controller.beta, self.config.kl.unit
         if (left_out := unusable(rollout)) is not None:
-            return Update(rollout, coef, coef, math.nan, facts={"update-skipped": left_out})
+            return Update(rollout, coef, coef, math.nan, events=[left_out])
         kl = rollout.kl(unit)
         targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
         before = self.ceiling.snapshot()
@@ -122,16 +123,16 @@ class PPOTrainer:
         trains = step > self.config.ppo.value_warmup  # while the policy is frozen, its KL does not depend on beta
         if trains:
             distance = math.sqrt(kl.mean / self.config.kl.target_value)
-            update.facts |= self.progress.observe(rollout.score(), distance, allowed_rise(rollout))
-            update.facts |= self.rate.choose(step, kl.mean, progress=self.progress.made)  # 4. pace the way by the rate
+            update.events += self.progress.observe(rollout.score(), distance, allowed_rise(rollout))
+            update.events += self.rate.choose(step, kl.mean, progress=self.progress.made)  # 4. pace the way by the rate
         update.learning_rate = self.rate(step)
         self.optimize(update, targets, step)  # 5. epochs of clipped steps
         if trains:
             move = update.move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * rollout.tokens_per(unit)
-            update.facts |= self.rate.observe(step, move, update_kl)
+            update.events += self.rate.observe(step, move, update_kl)
             self.controller.may_lower = self.progress.made
-            update.facts |= self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
+            update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.reference is not None:
                 update.move = self.ceiling.scale(move, self.controller.scale())  # 7. end an overshoot at once

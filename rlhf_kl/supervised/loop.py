@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema.base import EpochsSection
 from rlhf_kl.distributed import Ranks
+from rlhf_kl.events import Event, StepSkipped
 from rlhf_kl.memory import SMALLER_PASS, memory_for, sized
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.optim import adamw, lr_factor, set_learning_rate
@@ -64,7 +65,7 @@ class SupervisedTrainer:
         self.steps = max(1, round(settings.epochs * self.per_epoch))
         self.rows = sized(settings.microbatch_size)  # of a pass, at most
         self.skipped = 0  # steps in a row
-        self.facts: dict[str, Any] = {}  # of the last step: names of alarms with their figures
+        self.events: list[Event] = []  # of the last step
 
     @property
     def stuck(self) -> bool:
@@ -82,7 +83,7 @@ class SupervisedTrainer:
         sums = self.backward(ranks.mine(batch), weight)
         norm = float(ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm))
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
-        self.facts = {"step-skipped": {}} if self.skipped else {}
+        self.events = [StepSkipped()] if self.skipped else []
         return {name: value / weight for name, value in sums.items()} | {
             "step": step,
             "train/grad_norm": norm,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_kl.events import CoefNotFinite, ControllerState, ControllerTooSlow, KLNotFinite, worded
 from rlhf_kl.kl_controllers import (
     BOUNDS,
     CONTROLLER_PROVIDED,
@@ -22,7 +23,6 @@ from rlhf_kl.kl_controllers import (
     as_controller,
     build_controller,
 )
-from rlhf_kl.monitors import worded
 
 ALL = sorted(CONTROLLERS)
 
@@ -46,14 +46,14 @@ def test_coef_never_leaves_its_bounds(kind, steps):
     for kl, after, uncut in steps:
         before = control.beta
         move = None if kl is None or after is None or uncut is None else (kl, after, uncut)
-        facts = control.step(kl, 64, move)
+        events = control.step(kl, 64, move)
         assert 0.0 < control.min_coef <= control.beta <= control.max_coef
         assert control.coef == control.beta
         if kl is None or not math.isfinite(kl):
             assert control.beta == before
-            assert facts.keys() == {"kl-not-finite"}
+            assert [type(event) for event in events] == [KLNotFinite]
         else:
-            assert not facts
+            assert not events
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -91,7 +91,7 @@ class Scripted:
 def test_a_plugin_that_breaks_its_coef_is_put_back(bad):
     control = as_controller(Scripted(0.2, bad, 0.3))
     assert not control.step(0.1, 64)
-    assert control.step(0.7, 64).keys() == {"coef-not-finite"}
+    assert isinstance(control.step(0.7, 64)[0], CoefNotFinite)
     assert control.beta == control.law.coef == 0.2
     assert 0.7 not in control.law.recent  # all of its state, not only beta
 
@@ -107,8 +107,8 @@ def test_a_coef_that_is_put_back_after_a_rollback_counts_it_once():
 def test_state_that_cannot_be_saved_is_named_at_the_start():
     plugin = Scripted(0.2)
     plugin.lock = object()
-    assert as_controller(plugin).start_facts(60, 64) == {"controller-state": {"names": "lock"}}
-    assert not as_controller(Scripted(0.2)).start_facts(60, 64)
+    assert as_controller(plugin).start_events(60, 64) == [ControllerState("lock")]
+    assert not as_controller(Scripted(0.2)).start_events(60, 64)
 
 
 def test_a_subclass_needs_only_update():
@@ -177,7 +177,7 @@ def test_beta_zero_is_for_constant_controllers():
     assert not control.step(5.0, 64)
     assert control.beta == 0.0
     assert not control.adjusts
-    assert not control.start_facts(60, 64)
+    assert not control.start_events(60, 64)
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,7 @@ def test_an_object_without_update_is_refused():
     ],
 )
 def test_a_law_that_cannot_move_beta_in_this_run_is_named_at_the_start(kind, options, slow):
-    control = built(kind, **options)
-    facts = control.start_facts(60, 64)
-    assert ("controller-too-slow" in facts) == slow
-    assert len(worded(facts)) == len(facts)
+    assert [type(event) for event in built(kind, **options).start_events(60, 64)] == [ControllerTooSlow] * slow
 
 
 class Recorder:
@@ -288,9 +285,9 @@ def test_bounds_are_relative_to_the_start_unless_they_are_written(kind, start):
 
 
 def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
-    moved = build_controller("fixed", {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_facts(60, 64)
+    moved = build_controller("fixed", {"max_coef": 4.0}, **RUN | {"coef": 9.0}).start_events(60, 64)
     assert worded(moved)[0].startswith("coef-moved: auto found beta 9, ")
-    assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_facts(60, 64) == {}
+    assert build_controller("fixed", {"max_coef": 4.0, "coef": 3.0}, **RUN | {"coef": 9.0}).start_events(60, 64) == []
 
 
 def test_names_and_synonyms():

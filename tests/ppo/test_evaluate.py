@@ -16,6 +16,7 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.events import EvalScores, Event
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_sums, windows
@@ -41,7 +42,7 @@ def policy_figures(
 ) -> Any:
     every = range(len(prompts))
     samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)
-    return SimpleNamespace(**figures_of(*samples, {}))
+    return SimpleNamespace(**figures_of(*samples, []))
 
 
 @torch.no_grad()
@@ -182,7 +183,7 @@ def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
         return Samples(kl, lengths, [True] * 60, texts, [1.0, math.nan] * 30, [1.0] * 60)
 
     made = [drawn() for _ in range(300)]
-    figures, errors = [figures_of(each, each, {}) for each in made], [errors_of(each) for each in made]
+    figures, errors = [figures_of(each, each, []) for each in made], [errors_of(each) for each in made]
     for name in ("kl_token", "kl_sequence", "length", "distinct_2"):
         told = math.sqrt(fmean(error[name] ** 2 for error in errors))  # type: ignore[operator]
         assert told == pytest.approx(stdev(figure[name] for figure in figures), rel=0.2), name
@@ -284,9 +285,9 @@ def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make
 
 def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
     samples = Samples([0.1] * 3, [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
-    facts: dict[str, Any] = {}
-    figures = figures_of(samples, samples, facts)
-    assert (figures["scores"], figures["unscored"], facts) == (None, 1, {"eval-scores": {}})
+    events: list[Event] = []
+    figures = figures_of(samples, samples, events)
+    assert (figures["scores"], figures["unscored"], events) == (None, 1, [EvalScores()])
 
 
 def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import pytest
 
+from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.ceiling import CeilingResult
 from rlhf_kl.ppo.rate import PacedRate, Progress
@@ -13,10 +13,10 @@ from rlhf_kl.ppo.rate import PacedRate, Progress
 TARGET = 0.1
 
 
-def observe(rule: PacedRate, n: int, x: float, after: float, update_kl: float = 0.0) -> dict[str, Any]:
+def observe(rule: PacedRate, n: int, x: float, after: float, update_kl: float = 0.0) -> list[Event]:
     """An update from distance x = sqrt(KL/target) to another at the states of its rollout."""
-    facts = rule.choose(n, TARGET * x**2)
-    return facts | rule.observe(n, CeilingResult(1.0, TARGET * x**2, math.nan, TARGET * after**2), update_kl)
+    events = rule.choose(n, TARGET * x**2)
+    return events + rule.observe(n, CeilingResult(1.0, TARGET * x**2, math.nan, TARGET * after**2), update_kl)
 
 
 def travel(rule: PacedRate, pace: float, updates: int) -> list[float]:
@@ -56,14 +56,14 @@ def test_an_update_of_more_than_half_the_way_near_the_target_is_too_long_at_once
     rule = PacedRate(TARGET, 60)
     travel(rule, 0.05, 8)
     before = rule.factor
-    fact = observe(rule, 9, 1.0, 2.0)["learning-rate-changed"]
-    assert fact["why"] == "an update moved the KL from 0.1 to 0.4 nats"
-    assert rule.factor == fact["factor"] == pytest.approx(before / 2)
+    events = observe(rule, 9, 1.0, 2.0)
+    assert events == [LearningRateChanged("an update moved the KL from 0.1 to 0.4 nats", rule.factor)]
+    assert rule.factor == pytest.approx(before / 2)
 
 
 def test_a_first_update_beyond_the_target_lowers_the_rate() -> None:
     rule = PacedRate(TARGET, 60)
-    assert "learning-rate-changed" in observe(rule, 1, 0.0, 20.0)
+    assert isinstance(observe(rule, 1, 0.0, 20.0)[0], LearningRateChanged)
     assert rule.factor == pytest.approx(0.2)  # at once,
     rule.choose(2, TARGET * 8.0**2)
     assert rule.factor == pytest.approx(0.05 / 3.2)  # and by what the next rollout tells
@@ -74,15 +74,15 @@ def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
     travel(rule, 0.05, 8)
     before = rule.factor
     assert not observe(rule, 9, 1.0, 1.0, 0.04 * TARGET)
-    assert observe(rule, 10, 1.0, 1.0, 0.1 * TARGET)["learning-rate-changed"]["why"].startswith("the policy moved 10%")
+    why = "the policy moved 10% of the target in one update"
+    assert observe(rule, 10, 1.0, 1.0, 0.1 * TARGET) == [LearningRateChanged(why, rule.factor)]
     assert rule.factor == pytest.approx(before / 2)  # half the rate, a quarter of the KL
 
 
 def test_a_target_out_of_reach_is_told_once() -> None:
     rule = PacedRate(TARGET, 40, first=6)
-    facts = [observe(rule, n, 0.01, 0.01) for n in range(6, 40)]
-    assert [bool(fact) for fact in facts].count(True) == 1
-    assert next(fact for fact in facts if fact)["learning-rate-at-bound"]["factor"] == 10.0
+    events = [event for n in range(6, 40) for event in observe(rule, n, 0.01, 0.01)]
+    assert events == [LearningRateAtBound("after 18 updates the KL is at 0% of its target", 10.0)]
 
 
 def test_the_first_step_of_the_policy_is_longer_whenever_it_comes() -> None:
@@ -134,9 +134,9 @@ def test_kl_without_a_higher_score_is_no_progress() -> None:
     flat, rising, late, unknown = Progress(start), Progress(start), Progress(start), Progress(None)
     for n in range(10):
         x = 0.2 * n
-        fact = flat.observe(Mean(1.05, 0.1), x, most=3.0 * x)
+        events = flat.observe(Mean(1.05, 0.1), x, most=3.0 * x)
         assert flat.made == (n < 5)  # x is 0.6 at n = 3: two more rollouts are waited for
-        assert bool(fact) == (n == 5)  # once
+        assert bool(events) == (n == 5)  # once
         assert not rising.observe(Mean(1.0 + 0.4 * n, 0.1), x, most=3.0 * x)
         assert not unknown.observe(Mean(1.0, 0.1), x, most=3.0 * x)
         assert rising.made
@@ -145,7 +145,7 @@ def test_kl_without_a_higher_score_is_no_progress() -> None:
     assert late.made
     again = Progress(start)
     again.load_state_dict(json.loads(json.dumps(flat.state_dict())))
-    assert again.observe(Mean(1.05, 0.1), 1.0, 3.0) == flat.observe(Mean(1.05, 0.1), 1.0, 3.0) == {}
+    assert again.observe(Mean(1.05, 0.1), 1.0, 3.0) == flat.observe(Mean(1.05, 0.1), 1.0, 3.0) == []
     assert again.state_dict() == flat.state_dict()
     assert not again.made
     again.observe(Mean(1.05, 0.1), 0.3, 1.0)  # back near the reference

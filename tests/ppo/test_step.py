@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import rlhf_kl.ppo.step as ppo_module
+from rlhf_kl.events import Event, LearningRateChanged, UpdateSkipped
 from rlhf_kl.kl_controllers import FixedKL, as_controller
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ppo.metrics import update_row
@@ -186,7 +187,7 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     moves: list[float] = []
     observe = trainer.rate.adaptive.observe
 
-    def noted(step: int, move: Any, update_kl: float) -> dict[str, Any]:
+    def noted(step: int, move: Any, update_kl: float) -> list[Event]:
         moves.append(update_kl)
         return observe(step, move, update_kl)
 
@@ -194,7 +195,7 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     update = trainer.update(1)
     tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
     assert moves == [pytest.approx(update.mean("approx_kl") * tokens)]
-    assert "learning-rate-changed" in update.facts
+    assert isinstance(update.events[-1], LearningRateChanged)
     assert trainer.rate.adaptive.factor < 1.0
     again = make_trainer(**settings)
     again.load_state_dict(trainer.state_dict())
@@ -247,7 +248,7 @@ def test_a_rollout_that_is_not_finite_changes_nothing(make_trainer: Make) -> Non
 
     trainer.rollouts.assess = spoilt
     update = trainer.update(1)
-    assert update.facts == {"update-skipped": {"reason": "a score was not finite", "broken": True}}
+    assert update.events == [UpdateSkipped("a score was not finite")]
     assert len(update.rollout) == 32
     assert torch.equal(weights(trainer.model.modules), before)
     assert trainer.state_dict() == state
@@ -262,11 +263,10 @@ def test_an_update_with_a_gradient_that_is_not_finite_says_so(make_trainer: Make
 
     handle = head.weight.register_hook(spoil)
     before = weights(trainer.model.modules)
-    skipped = {"reason": "a gradient was not finite", "broken": True}
-    assert trainer.update(1).facts["update-skipped"] == skipped
+    assert trainer.update(1).events == [UpdateSkipped("a gradient was not finite")]
     assert torch.equal(weights(trainer.model.modules), before)
     handle.remove()
-    assert "update-skipped" not in trainer.update(2).facts
+    assert not trainer.update(2).events
 
 
 def test_a_trainer_goes_on_from_its_state(make_trainer: Make) -> None:
