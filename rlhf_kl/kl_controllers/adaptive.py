@@ -149,7 +149,8 @@ class AdaptiveKL(KLController):
     def scale(self) -> float:
         if self.distance is None or self.updates < 2:
             return 1.0
-        share = clip(1.0 / max(NEAREST, self.distance), *SCALE_BOUNDS)
+        sure = 1.0 + math.sqrt(self.variance)  # to scale back what is only noise would keep the KL below its target
+        share = clip(sure / max(NEAREST, self.distance), *SCALE_BOUNDS)
         self.distance *= share
         return share
 

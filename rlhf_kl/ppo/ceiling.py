@@ -136,11 +136,8 @@ class Ceiling:
 
     def seen(self, move: CeilingResult) -> tuple[float, float, float]:
         """The KL before the update, and those expected of the next rollout: after it, and had it not been cut."""
-        return (
-            move.kl_before,
-            self.forecast(move.kl_before, move.kl_after),
-            self.forecast(move.kl_before, move.kl_uncut),
-        )
+        start, gain = move.kl_before, self.forecast.gain
+        return start, start + gain * (move.kl_after - start), start + gain * (move.kl_uncut - start)
 
     def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean, limit: float) -> CeilingResult:
         start = measured.mean

@@ -38,8 +38,8 @@ def test_the_target_is_reached_as_planned(pace: float, updates: int, plan: int) 
     way = travel(rule, pace, plan + 2)
     assert next(n for n, x in enumerate(way, start=1) if x >= 0.9) <= plan + 1
     assert max(way) < 1.5
-    assert pace * rule.factor <= 0.05 + 1e-9
-    assert rule.factor <= 3.0
+    assert pace * rule.factor <= 0.04 + 1e-9
+    assert rule.factor <= 2.0
 
 
 def test_near_the_target_the_rate_only_falls() -> None:
@@ -66,7 +66,7 @@ def test_a_first_update_beyond_the_target_lowers_the_rate() -> None:
     assert isinstance(observe(rule, 1, 0.0, 20.0)[0], LearningRateChanged)
     assert rule.factor == pytest.approx(0.2)  # at once,
     rule.choose(2, TARGET * 8.0**2)
-    assert rule.factor == pytest.approx(0.05 / 3.2)  # and by what the next rollout tells
+    assert rule.factor == pytest.approx(0.04 / 3.2)  # and by what the next rollout tells
 
 
 def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
