@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl import ui
@@ -31,7 +31,7 @@ from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.types import RolloutBatch
-from rlhf_kl.ui import RunStatus, log
+from rlhf_kl.ui import log
 
 ROLLBACK_RAISE = 2.0  # of beta
 
@@ -73,12 +73,13 @@ class TrainLoop:
         self.run.begin()
         self.announce()
         kl = self.config.kl
-        with ui.live(RunStatus(self.config.updates, kl.target_value, kl.unit, self.run.next_step - 1)):
-            self.update_all()
+        table = ui.RunTable(self.config.updates, kl.target_value, kl.unit)
+        with ui.bar("update", self.config.updates, self.run.next_step - 1) as advance:
+            self.update_all(lambda row: advance(1, table.show(row)))
             return self.finish()
 
-    def update_all(self) -> None:
-        """The updates that are left."""
+    def update_all(self, show: Callable[[dict[str, Any]], None]) -> None:
+        """The updates that are left; each row is shown."""
         config, total = self.config, self.config.updates
         began = time.perf_counter()
         self.spare()
@@ -101,7 +102,7 @@ class TrainLoop:
             began = now
             # A policy with a broken number is no checkpoint.
             self.run.log(row, sound=not {"update-skipped", "weights-lost"} & found.keys())
-            ui.show_row(row)
+            show(row)
             for note in worded(found, "note"):
                 log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
