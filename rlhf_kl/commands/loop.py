@@ -11,7 +11,7 @@ from rlhf_kl import ui
 from rlhf_kl.build.machine import run_device
 from rlhf_kl.build.parts import Setup, build_setup, fingerprints
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
-from rlhf_kl.commands.final import model_card, write_final
+from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.samples import heldout_rows, sample_rows
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
@@ -24,6 +24,7 @@ from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.evaluate import Samples, distinct_2, figures_of, policy_samples
 from rlhf_kl.ppo.metrics import update_row
+from rlhf_kl.report.card import model_card
 from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints

@@ -184,8 +184,8 @@ class Scaled:
 
     def save(self, target: float, place: Path) -> tuple[Path, float]:
         """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
-        from rlhf_kl.commands.final import scaled_card
         from rlhf_kl.models.load import save_generation, save_model
+        from rlhf_kl.report.card import scaled_card
         from rlhf_kl.run.folder import write_folder
 
         if target not in self.scales:
