@@ -101,6 +101,11 @@ def run(arguments: Sequence[str]) -> int:
         # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {safe_text(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+        return 1
     except Exception as error:
         if memory_is_full(error):
             advice = "use a smaller model, or a device with more memory (run.device)"

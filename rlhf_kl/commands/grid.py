@@ -82,12 +82,9 @@ def start_run(plan: ComparePlan, run: PlannedRun, jobs: int, overwrite: bool) ->
     """Start a run in a process of its own, which writes into its log."""
     config = plan.folder / "configs" / f"{run.name}.yaml"  # which the process reads
     file = _log_file(plan, run)
-    try:
-        for path in (_run_folder(run).path, config, file):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(config, dump_config(run.config))
-    except OSError as error:
-        raise InputError(f"{plan.folder} cannot be written: {error.strerror}") from None
+    for path in (_run_folder(run).path, config, file):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(config, dump_config(run.config))
     environment = dict(os.environ)
     if jobs > 1:
         # Each its share, or the processes fight for the same cores.

@@ -14,7 +14,7 @@ from rlhf_kl.config.compare import ComparePlan
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import short_path
-from rlhf_kl.report.charts import TARGETS, compare_charts, held_charts, run_charts, target_charts
+from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, target_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.report.page import compare_page, compared_texts, report_page, scale_page, scaled_texts
@@ -29,12 +29,9 @@ from rlhf_kl.text import hanging, safe_text
 def write_report(path: Path, refresh: int | None = None) -> RunResult:
     """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
     run, folder = read_run(path), RunFolder(path)
-    try:
-        write_atomic(run.report, report_page(run, refresh if run.status == "unfinished" else None))
-        if charts := run_charts(run):
-            save_sheet(charts, folder.picture, columns=2, heading=run.name)
-    except OSError as error:
-        raise InputError(f"{path}: the report cannot be written: {error.strerror or error}") from None
+    write_atomic(run.report, report_page(run, refresh if run.status == "unfinished" else None))
+    if charts := run_charts(run):
+        save_sheet(charts, folder.picture, columns=2, heading=run.name)
     return run
 
 
@@ -72,12 +69,9 @@ def write_scaled(document: Mapping[str, Any], folder: RunFolder, config: TrainCo
     """Write scale.json, scale.html and scale.png into a run's folder; return text for a terminal."""
     lines, name = scaled_answer(document, shlex.quote(short_path(str(folder.path)))), config.run.name
     charts = target_charts(sweep_of_scaled(document))
-    try:
-        write_json(folder.path / "scale.json", dict(document))
-        write_atomic(folder.path / "scale.html", scale_page(document, name, lines))
-        save_sheet(charts, folder.path / "scale.png", columns=2, heading=f"{name}: which target?", footer=TARGETS)
-    except OSError as error:
-        raise InputError(f"{folder.path}: cannot be written: {error.strerror or error}") from None
+    write_json(folder.path / "scale.json", dict(document))
+    write_atomic(folder.path / "scale.html", scale_page(document, name, lines))
+    save_sheet(charts, folder.path / "scale.png", columns=2, heading=f"{name}: which target?")
     parts = [text_table(*scale_table(document), width or WIDTH)]
     for heading, answers in scaled_texts(document):
         texts = [f"  {prompt} ... {safe_text(text)}  ({figures})" for prompt, figures, text in answers]
@@ -96,20 +90,17 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
     advice = recommend(sweep) if len(comparison.seeds) > 1 else None
     target = f" of {comparison.target:g} nats per {comparison.unit}" if comparison.target else ""
     link_reports(comparison)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "compare.json", comparison.to_json(lines, advice and advice.target))
-        write_atomic(folder / "compare.html", compare_page(comparison, name, lines, folder))
-        if held:
-            footer = ("A line for each seed. " if len(comparison.seeds) > 1 else "") + "Band: target ± 25 %."
-            save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
-                       heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
-        if targets := target_charts(sweep):
-            save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?", footer=TARGETS)
-        for chart in compare_charts(comparison):
-            save_sheet([chart], folder / f"{chart.slug}.png")
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "compare.json", comparison.to_json(lines, advice and advice.target))
+    write_atomic(folder / "compare.html", compare_page(comparison, name, lines, folder))
+    if held:
+        footer = ("A line for each seed. " if len(comparison.seeds) > 1 else "") + "Band: target ± 25 %."
+        save_sheet(held, folder / "compare.png", columns=2 if len(held) == 4 else min(3, len(held)),
+                   heading=f"KL over its target{target}, by update", footer=footer)  # fmt: skip
+    if targets := target_charts(sweep):
+        save_sheet(targets, folder / "targets.png", columns=2, heading="Which target?")
+    for chart in compare_charts(comparison):
+        save_sheet([chart], folder / f"{chart.slug}.png")
     verdict = "\n".join(hanging(line, width, 2) for line in lines)
     parts = [verdict, text_table(*figures_table(comparison), width or WIDTH)]
     if texts := compared_texts(comparison):

@@ -93,7 +93,7 @@ def simulate(
     if plot is not None:
         try:
             draw(rows, target, plot)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise InputError(f"--plot {plot}: {error}") from None
     if as_json:
         # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -68,7 +68,6 @@ class Line(NamedTuple):
     high: Sequence[float] = ()
     dash: Any = "solid"
     marker: str | None = None  # default: a dot where there are few points
-    size: float = 3.2  # of the marker
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,12 @@ class Chart:
     ylim: tuple[float, float] | None = None
     target: float | None = None  # a KL, drawn with the band around it
     ceiling: float | None = None
-    more: Callable[[Axes], object] | None = None  # draws what this chart alone has
     folded: bool = False  # on a page under "more"
 
 
-def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o", size: float = 5.5) -> Line:
+def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o") -> Line:
     """Single points."""
-    return Line(label, tint, x, y, dash="none", marker=marker, size=size)
+    return Line(label, tint, x, y, dash="none", marker=marker)
 
 
 def log_if_wide(low: float, high: float) -> str:
@@ -195,7 +193,8 @@ def _draw(chart: Chart, axes: Axes) -> int:
             axes.errorbar(x, y, errors, fmt="none", ecolor=colour(line.tint), elinewidth=1.0, capsize=2.5)
         elif low:
             axes.fill_between(x, low, high, color=colour(line.tint), alpha=0.13, linewidth=0, zorder=1.5)
-        axes.plot(x, y, color=colour(line.tint), ls=line.dash, marker=marker, markersize=line.size, label=line.label)
+        size = 5.5 if line.dash == "none" else 3.2
+        axes.plot(x, y, color=colour(line.tint), ls=line.dash, marker=marker, markersize=size, label=line.label)
     if chart.ylim is not None:
         axes.set_ylim(chart.ylim)
     elif "y" not in chart.log:
@@ -204,8 +203,6 @@ def _draw(chart: Chart, axes: Axes) -> int:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     for name in chart.log:
         _plain_log_ticks(axes.xaxis if name == "x" else axes.yaxis)
-    if chart.more is not None:
-        chart.more(axes)
     names = len(axes.get_legend_handles_labels()[1])
     if names < 2:  # the title says it
         return 0

@@ -26,7 +26,7 @@ from rlhf_kl.report.texts import across, text_figures
 from rlhf_kl.report.verdict import figures_table
 from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
 
-HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
+HOTTEST = 2.0  # nats of a token that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 BADGES = {"held": "good", "late": "late", "missed": "bad"}  # verdict -> class of the badge
 TABLE_NOTE = (
@@ -47,14 +47,11 @@ SCALE_NOTE = (
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
-    texts = run.texts
-    rows = [*run.samples, *(text for each in texts for text in each["policy"])]
-    tokens = [token for row in rows for token in row.get("tokens") or ()]
-    hottest = min(HOTTEST[1], max([HOTTEST[0], *(read_number(token, "kl") or 0.0 for token in tokens)]))
-    steps, samples = sorted({row["step"] for row in run.samples}), []
-    for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
-        heading = f"{'After' if step == steps[-1] and len(steps) > 1 else 'Before'}: update {step}"
-        samples.append((heading, [_sample(row, hottest) for row in run.samples if row["step"] == step]))
+    steps = sorted({row["step"] for row in run.samples})
+    samples = [
+        (f"Update {step}", [_sample(row) for row in run.samples if row["step"] == step])
+        for step in dict.fromkeys([*steps[:1], *steps[-1:]])
+    ]
     charts, verdict = run_charts(run), run.figures["verdict"]
     return _render(
         "report.html",
@@ -69,8 +66,8 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
         charts=[_chart(chart) for chart in charts if not chart.folded],
         more=[_chart(chart) for chart in charts if chart.folded],
-        hottest=format_number(hottest, 2),
-        texts=[(each["prompt"], _texts(run, each, hottest)) for each in texts],
+        hottest=f"{HOTTEST:g}",
+        texts=[(each["prompt"], _texts(run, each)) for each in run.texts],
         samples=samples,
         command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
         versions=" · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items()),
@@ -90,9 +87,7 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
         for seed, run in variant.runs.items():
             if run.report.is_file():
                 links.setdefault(variant.name, []).append((seed, quote(os.path.relpath(run.report, folder))))
-    return _render(
-        "compare.html",
-        refresh=None,
+    return _comparison(
         name=name,
         subtitle=subtitle,
         verdict=verdict,
@@ -111,23 +106,22 @@ def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], fold
 
 def scale_page(document: Mapping[str, Any], name: str, verdict: Sequence[str]) -> str:
     """The page of `rlhf-kl scale`."""
-    return _render(
-        "compare.html",
-        refresh=None,
+    return _comparison(
         name=f"{name}, scaled",
         subtitle=f"One run at other KL targets · {document['samples']} held-out responses at each",
         verdict=verdict,
-        notes=[],
         texts_title=TEXTS if document["reference"]["scores"] is not None else "Two responses at each target",
         texts=scaled_texts(document),
-        held=[],
         targets=[_chart(chart) for chart in target_charts(sweep_of_scaled(document))],
         table=scale_table(document),
-        tints={},
         table_note=SCALE_NOTE,
-        charts=[],
-        links=[],
     )
+
+
+def _comparison(**values: Any) -> str:
+    """The page of policies side by side; what is not given is empty."""
+    empty: dict[str, Any] = {"refresh": None, "notes": (), "held": (), "charts": (), "links": (), "tints": {}}
+    return _render("compare.html", **empty | values)
 
 
 def scaled_texts(document: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
@@ -220,35 +214,31 @@ def _text_figures(text: Mapping[str, Any]) -> str:
     return " · ".join(text_figures(text, "KL {} nats per response"))
 
 
-def _texts(run: RunResult, texts: Mapping[str, Any], hottest: float) -> list[tuple[str, str, Any]]:
+def _texts(run: RunResult, texts: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     """Heading, figures and tokens of the answers to a held-out prompt: before, on the way, after."""
     policy = texts["policy"]
     chosen = {id(text): text for text in (policy[0], policy[len(policy) // 2], policy[-1])}
     names = {1: "Before (the start)", len(run.updates) + 1: "After"}
     return [
-        (names.get(text["step"], f"Update {text['step']}"), _text_figures(text), _tokens(text, hottest))
+        (names.get(text["step"], f"Update {text['step']}"), _text_figures(text), list(map(_token, text["tokens"])))
         for text in chosen.values()
     ]
 
 
-def _tokens(text: Mapping[str, Any], hottest: float) -> list[dict[str, str]]:
-    return [_token(token, hottest) for token in text["tokens"]]
-
-
-def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """A response for the template, with a line of its figures."""
     heading = [_text_figures(row), f"{len(row['tokens'])} tokens"]
     heading += [f"{name}: {value}" for name, value in (row.get("columns") or {}).items()]
     if row.get("chosen") == "largest kl":  # not a typical one
         heading.append("selected for its large KL")
-    return {"heading": " · ".join(heading), "prompt": row["prompt"], "tokens": _tokens(row, hottest)}
+    return {"heading": " · ".join(heading), "prompt": row["prompt"], "tokens": list(map(_token, row["tokens"]))}
 
 
-def _token(token: Mapping[str, Any], hottest: float) -> dict[str, str]:
+def _token(token: Mapping[str, Any]) -> dict[str, str]:
     """A token with its colour and the text for the pointer."""
     logprob, ref, kl = (read_number(token, key) for key in ("logprob", "ref_logprob", "kl"))
     blanks = safe_text(token["text"]).replace(" ", "␣") or "∅"
-    opacity = STRONGEST * min(1.0, max(0.0, kl or 0.0) / hottest)
+    opacity = STRONGEST * min(1.0, max(0.0, kl or 0.0) / HOTTEST)
     return {
         "text": token["text"] or "∅",
         "tip": f"{blanks}  log π {format_number(logprob)}, log ref {format_number(ref)}, KL {format_number(kl)}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -14,14 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors import SafetensorError
-
 from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
 EVENTS = "events.out.tfevents.*"  # of TensorBoard
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class RunFolder:
@@ -187,25 +183,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def disk_message(folder: RunFolder, error: OSError) -> str | None:
-    """The words for an error of the disk or of the run's folder; None for another one."""
-    place = Path(error.filename or folder.path)
-    if error.errno in FULL:
-        sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in folder.checkpoints.glob("step-*")]
-        need = f"a checkpoint takes {max(sizes) / 1e6:.1f} MB, " if sizes else ""
-        free = f"{shutil.disk_usage(folder.path).free / 1e6:.1f} MB are free"
-        return f"{place}: {error.strerror}: {need}{free}: make room there, or look at your quota"
-    inside = error.filename is not None and place.absolute().is_relative_to(folder.path.absolute())
-    return f"{place}: {error.strerror}" if inside else None
-
-
 # ---- folders ----
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Make `target` with the files that `write(temporary)` makes: with its name it is complete.
 
-    Errors: OSError if the disk is full or fails.
+    Errors: OSError or SafetensorError if the disk is full or fails.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(target)
@@ -219,10 +203,6 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         remove_folder(target)
         temporary.rename(target)
         sync(target.parent)
-    except SafetensorError as error:  # it has the error number only in its message
-        match = re.search(r"os error (\d+)", str(error))
-        number = int(match[1]) if match else errno.EIO
-        raise OSError(number, os.strerror(number), str(target)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
