@@ -267,7 +267,7 @@ class TrainLoop:
         The tilt is the best that any policy can do at that KL, so 1 is the limit.
         """
         scores = self.training.reference_scores
-        kl, shaped = (closing.get(name, (None, None))[1] for name in ("sequence_kl", "shaped_score"))
+        kl, shaped = (closing.get(name, (None, None))[1] for name in ("kl_sequence", "scores_shaped"))
         limit = None if kl is None else scores.most_gain(kl)
         return (shaped - scores.mean) / limit if limit and shaped is not None else None
 

@@ -139,7 +139,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",
-        "score": figures.get("score"),
+        "score": figures.get("scores"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
         "true score (gold)": figures.get("gold"),

@@ -28,7 +28,7 @@ def model_card(
     control, reward = control_figures(rows, config.kl), config.reward
     figures = closing_figures([*rows, closing], config.kl.unit)
     score, perplexity, forgetting, beta = (
-        figures.get(name, (None, None)) for name in ("score", "perplexity", "forgetting", "beta")
+        figures.get(name, (None, None)) for name in ("scores", "perplexity", "forgetting", "beta")
     )
     table = {
         "base model": source_name(config.policy.model),

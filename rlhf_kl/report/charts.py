@@ -19,7 +19,6 @@ DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 ROOT_KL = "√KL, nats per response"
-BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
 
 class Style(NamedTuple):
@@ -45,7 +44,7 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
 
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
-    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run), _total_reward_of(run)])
+    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run)])
 
 
 def _kl(run: RunResult) -> Chart:
@@ -98,28 +97,19 @@ def _beta(run: RunResult) -> Chart:
     return Chart("beta", "Beta, the KL coefficient", "beta", [Line("beta", "beta", x, beta)], caption, log=log)
 
 
-def _total_reward_of(run: RunResult) -> Chart | None:
-    gains, gold = (run.gains_by_kl(f"objective/{name}") for name in ("scores_shaped", "gold"))
-    return _total_reward("Updates of this run, means of five", gains, BETAS, gold) if gains else None
-
-
-def _total_reward(
-    points: str, gains: Sequence[tuple[float, float]], betas: Sequence[float], gold: Sequence[tuple[float, float]] = ()
-) -> Chart:
+def _total_reward(gains: Sequence[tuple[float, float]], betas: Sequence[float]) -> Chart:
     """Score gain - beta * KL over KL, a line for each beta: where a line is highest, that beta leads.
 
-    gains, gold: (KL of a response in nats, gain over the reference), in any order. points: what they are.
+    gains: (KL of a response in nats, gain over the reference) of the variants, in any order.
     """
-    lines = [Line("true score (gold)", "gold", *_columns(sorted(gold)))]
+    lines = []
     for i, beta in enumerate(betas):
         totals = [(kl, gain - beta * kl) for kl, gain in sorted(gains)]
         tint, best = ORDERED[i * len(ORDERED) // len(betas)], max(totals, key=lambda point: point[1])
         lines += [Line(f"beta {beta:.2g}", tint, *_columns(totals)), marks("", tint, [best[0]], [best[1]], "D")]
-    caption = f"{points}. Diamond: the highest total of a beta. A score that rises while gold falls is exploited."
-    return Chart(
-        "total-reward", "Total reward against KL", "score gain - beta · KL", lines, caption,
-        xlabel="KL, nats per response", folded=True,
-    )  # fmt: skip
+    caption = "Ends of the variants, means over seeds. Diamond: the highest total of a beta."
+    title, label = "Total reward against KL", "KL, nats per response"
+    return Chart("total-reward", title, "score gain - beta · KL", lines, caption, xlabel=label)
 
 
 # ---- a comparison
@@ -161,7 +151,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
         pairs = [(v.mean("kl_sequence"), v.mean("score_gain")) for v in sweep]
         ends = [(kl, gain) for kl, gain in pairs if kl is not None and gain is not None]
         betas = [variant.constant_coef or 0.0 for variant in sweep]
-        total = _total_reward("Ends of the variants, means over seeds", [(0.0, 0.0), *ends], betas) if ends else None
+        total = _total_reward([(0.0, 0.0), *ends], betas) if ends else None
         charts += [_kl_over_beta(sweep, variant_styles(comparison)), total]
     return with_values(charts)
 

@@ -85,7 +85,6 @@ class Chart:
     ylim: tuple[float, float] | None = None
     target: float | None = None  # a KL, drawn with the band around it
     ceiling: float | None = None
-    folded: bool = False  # on a page under "more"
 
 
 def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o") -> Line:

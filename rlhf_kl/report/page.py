@@ -47,12 +47,7 @@ SCALE_NOTE = (
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
-    steps = sorted({row["step"] for row in run.samples})
-    samples = [
-        (f"Update {step}", [_sample(row) for row in run.samples if row["step"] == step])
-        for step in dict.fromkeys([*steps[:1], *steps[-1:]])
-    ]
-    charts, verdict = run_charts(run), run.figures["verdict"]
+    verdict = run.figures["verdict"]
     return _render(
         "report.html",
         refresh=refresh,
@@ -64,11 +59,9 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
-        charts=[_chart(chart) for chart in charts if not chart.folded],
-        more=[_chart(chart) for chart in charts if chart.folded],
+        charts=[_chart(chart) for chart in run_charts(run)],
         hottest=f"{HOTTEST:g}",
         texts=[(each["prompt"], _texts(run, each)) for each in run.texts],
-        samples=samples,
         command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
         versions=" · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items()),
         config=dump_config(run.config),
@@ -174,9 +167,9 @@ def _largest(run: RunResult) -> list[tuple[str, str, str, str]]:
     cost = (
         "" if (part := figures["perplexity_cost"]) is None else f"{format_percent(part, signed=True)} on the reference"
     )
-    for key, name, note in (("score", "Score", gold), ("perplexity", "Held-out perplexity", cost)):
+    for key, name, note in (("scores", "Score", gold), ("perplexity", "Held-out perplexity", cost)):
         if key in closing:
-            cards.append((key, name, control.start_to_end(closing[key]), note))
+            cards.append((key.removesuffix("s"), name, control.start_to_end(closing[key]), note))
     return cards
 
 
@@ -207,7 +200,7 @@ def _subtitle(run: RunResult) -> str:
     return " · ".join(parts)
 
 
-# ---- samples
+# ---- texts
 
 
 def _text_figures(text: Mapping[str, Any]) -> str:
@@ -223,15 +216,6 @@ def _texts(run: RunResult, texts: Mapping[str, Any]) -> list[tuple[str, str, Any
         (names.get(text["step"], f"Update {text['step']}"), _text_figures(text), list(map(_token, text["tokens"])))
         for text in chosen.values()
     ]
-
-
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A response for the template, with a line of its figures."""
-    heading = [_text_figures(row), f"{len(row['tokens'])} tokens"]
-    heading += [f"{name}: {value}" for name, value in (row.get("columns") or {}).items()]
-    if row.get("chosen") == "largest kl":  # not a typical one
-        heading.append("selected for its large KL")
-    return {"heading": " · ".join(heading), "prompt": row["prompt"], "tokens": list(map(_token, row["tokens"]))}
 
 
 def _token(token: Mapping[str, Any]) -> dict[str, str]:

@@ -112,8 +112,8 @@ def test_a_sweep_of_targets_names_the_one_with_the_highest_gold(write_run: Write
 def test_the_total_reward_pays_for_the_kl() -> None:
     """Gain sqrt(2 KL), the most that Gaussian scores allow: the total is highest at KL = 1 / (2 beta^2)."""
     gains = [(kl, math.sqrt(2 * kl)) for kl in (0.5, 2.0, 8.0, 0.0, 50.0)]
-    chart = _total_reward("points", gains, (0.1, 0.25, 0.5, 1.0))
-    _, first, *others = chart.lines  # the gold line comes before
+    chart = _total_reward(gains, (0.1, 0.25, 0.5, 1.0))
+    first, *others = chart.lines
     assert (first.label, first.x) == ("beta 0.1", [0.0, 0.5, 2.0, 8.0, 50.0])
     assert first.y == pytest.approx([math.sqrt(2 * kl) - 0.1 * kl for kl in first.x])
     assert [(mark.x[0], mark.y[0]) for mark in others[::2]] == [(50.0, 5.0), (8.0, 2.0), (2.0, 1.0), (0.5, 0.5)]
