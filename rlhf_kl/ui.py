@@ -24,8 +24,8 @@ log = logging.getLogger("rlhf_kl")
 HEADER_EVERY = 20  # lines on updates
 LOG_ROWS = 100  # such lines of a whole run
 WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of their columns
-LOG_SECONDS = 10.0  # at least, between two lines on the progress of one thing
-LOG_SHARE = 0.1  # of the whole, between two lines; or a minute
+LINE_SECONDS = 60.0  # at least, between two lines on the progress of one thing
+SLOW_SECONDS = 10.0  # of what is told when it is done
 
 
 class Advance(Protocol):
@@ -134,24 +134,26 @@ class Screen:
     # ---- progress
 
     @contextlib.contextmanager
-    def progress(self, description: str, total: int | None = None) -> Iterator[Advance]:
-        """Show a bar over `total` steps (None: unknown) while the block runs; nested bars are below it."""
-        began = time.monotonic()
-        with self.bar(description, total) as advance:
-            if not self._moves:
-                log.info(f"{description} ...")
-                advance = self._log_progress(description, total)
-            yield advance
-        log.info(f"{description}: done in {duration(time.monotonic() - began)}")
+    def progress(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        """A bar over `total` steps (None: unknown) while the block runs; in a log a line a minute as it advances.
 
-    @contextlib.contextmanager
-    def waiting(self, message: str) -> Iterator[None]:
-        """A moving bar in a terminal while the block runs; a line at its end if that took ten seconds."""
-        began = time.monotonic()
-        with self.bar(message):
-            yield
-        if (seconds := time.monotonic() - began) >= LOG_SECONDS:
-            log.info(f"{message}: done in {duration(seconds)}")
+        A line at the end if that took ten seconds.
+        """
+        began = told = time.monotonic()
+        done = 0
+
+        def tell(steps: int = 1, note: str | None = None) -> None:
+            nonlocal done, told
+            done, now = done + steps, time.monotonic()
+            if now - told >= LINE_SECONDS:
+                told = now
+                share = f"/{total} ({done / total:.0%})" if total else ""
+                log.info(f"{name}: {done}{share}{f', {note}' if note else ''}")
+
+        with self.bar(name, total) as advance:
+            yield advance if self._moves else tell
+        if (seconds := time.monotonic() - began) >= SLOW_SECONDS:
+            log.info(f"{name}: done in {duration(seconds)}")
 
     @contextlib.contextmanager
     def bar(self, name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
@@ -195,22 +197,6 @@ class Screen:
             refresh_per_second=4,
         )
 
-    def _log_progress(self, name: str, total: int | None) -> Advance:
-        """A line every tenth or every minute, none for what takes less than ten seconds."""
-        done, shown, last = 0, 0, time.monotonic()
-
-        def advance(steps: int = 1, note: str | None = None) -> None:
-            nonlocal done, shown, last
-            done, now = done + steps, time.monotonic()
-            waited = now - last
-            far = total is None or done - shown >= LOG_SHARE * total
-            if waited >= 6 * LOG_SECONDS or (waited >= LOG_SECONDS and far):
-                shown, last = done, now
-                share = f"/{total} ({done / total:.0%})" if total else ""
-                log.info(f"{name}: {done}{share}{f', {note}' if note else ''}")
-
-        return advance
-
     # ---- printing
 
     def _print(self, text: Text, *, soft_wrap: bool = True) -> None:
@@ -238,4 +224,4 @@ log.addHandler(_Words())
 log.propagate = False
 _screen = Screen()
 start, silence, print_summary = _screen.start, _screen.silence, _screen.print_summary
-progress, waiting, bar = _screen.progress, _screen.waiting, _screen.bar
+progress, bar = _screen.progress, _screen.bar

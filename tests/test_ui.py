@@ -191,8 +191,7 @@ def test_nested_progress_in_a_terminal() -> None:
         with ui.progress("evaluating", 3) as advance:
             advance(3)
     lines = [line.rstrip() for part in _painted(console) for line in part.splitlines()]
-    assert "built-in world: done in 0 s" in lines
-    assert "evaluating: done in 0 s" in lines
+    assert not any("done in" in line for line in lines)  # nothing was slow
     assert all(cell_len(line) <= 60 for line in lines)
 
 
@@ -227,16 +226,11 @@ def test_missing_figures_and_the_unit() -> None:
 
 
 def test_slow_progress_in_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 1000, 6))
+    clock = iter(range(0, 1000, 40))
     monkeypatch.setattr("rlhf_kl.ui.time.monotonic", lambda: float(next(clock)))
     console = _plain()
     with shown(console), ui.progress("building", 4) as advance:
         for _ in range(4):
             advance(note="loss 1.5")
     lines = _written(console).splitlines()
-    assert lines == [
-        "building ...",
-        "building: 2/4 (50%), loss 1.5",
-        "building: 4/4 (100%), loss 1.5",
-        "building: done in 36 s",
-    ]
+    assert lines == ["building: 2/4 (50%), loss 1.5", "building: 4/4 (100%), loss 1.5", "building: done in 3:20"]

@@ -102,7 +102,7 @@ class Loader:
 
     def language_model(self, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
         """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`."""
-        with ui.waiting(f"loading {key}"), blame(key):
+        with ui.progress(f"loading {key}"), blame(key):
             return self._language_model(ref, keep_adapter=keep_adapter)
 
     def _language_model(self, ref: str, *, keep_adapter: bool = False) -> Loaded:
@@ -125,7 +125,7 @@ class Loader:
 
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
-        with ui.waiting(f"loading {key}"), blame(key):
+        with ui.progress(f"loading {key}"), blame(key):
             folder = self.folder(ref)
             if is_adapter(folder):
                 model, tokenizer = self._classifier_of_adapter(folder, section.label)
@@ -188,7 +188,7 @@ class Loader:
 
     def _read(self, key: str, ref: str, split: str, read: Callable[[list[Row]], Read[T]], most: int | None) -> list[T]:
         """At most `most` rows of a file or data set (None = all), as `read` makes them."""
-        with ui.waiting(f"reading {key}"), blame(key):
+        with ui.progress(f"reading {key}"), blame(key):
             found, left_out = read(load_rows(ref, split))
         if left_out:
             log.info(f"{key}: {left_out}")

@@ -167,7 +167,7 @@ class World:
             if not target.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock = FileLock(self.folder / f".{name}.lock")
-                with ui.waiting(f"waiting for another process that builds {name}"):
+                with ui.progress(f"waiting for another process that builds {name}"):
                     held = lock.acquire()
                 with held:
                     sweep(self.folder, name)

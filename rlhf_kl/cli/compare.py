@@ -62,14 +62,14 @@ def compare(
     from rlhf_kl.report.compare import read_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite) if plan else []
-    with ui.waiting("reading the runs"):
+    with ui.progress("reading the runs"):
         comparison = planned_comparison(plan) if plan else read_comparison(runs or [])
     for note in comparison.notes:
         log.info(f"note: {note}")
     paths = sorted({str(run.resolve()) for run in runs or []})  # other runs, another page
     name = f"{'+'.join(Path(path).name for path in paths)[:100]}-{crc32(repr(paths).encode()):08x}"
     folder = plan.folder if plan else output_dir or Path("runs/compare") / name
-    with ui.waiting("drawing the comparison"):
+    with ui.progress("drawing the comparison"):
         text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
     print((folder / "compare.json").read_text(encoding="utf-8").rstrip() if as_json else text)
     return 1 if failures else 0
@@ -96,7 +96,7 @@ def report(
         watch_reports(paths, every)
     figures = {}
     for path in paths:
-        with ui.waiting(f"drawing {path / 'report.html'}"):
+        with ui.progress(f"drawing {path / 'report.html'}"):
             run = write_report(path)
         for note in run.notes:
             log.info(f"{path}: {note}")

@@ -34,7 +34,7 @@ def doctor(
     settings = read_config("train", config, set_, None, seed, updates)
     check_given({}, "--pairs", pairs, "chosen", settings)  # its errors come before torch is imported
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.findings import run_doctor
 
     findings = run_doctor(settings, pairs, processes)

@@ -67,7 +67,7 @@ def evaluate(
     options_of = {"--model": model, "--reference": reference}
     check_given(options_of, "--texts", texts, column or settings.eval.column, settings)
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.heldout import HeldOut, joined, of_reference
         from rlhf_kl.commands.samples import heldout_rows
         from rlhf_kl.run.log import encode_json

@@ -206,14 +206,14 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     yield from check_scores(training)
     yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
-    with ui.waiting("one update"):
+    with ui.progress("one update"):
         result = training.trainer.update(1)
     if skipped := result.facts.get("update-skipped"):
         yield Finding("fatal", "update", skipped["reason"])
         return
     row, facts = update_row(result, config), dict(result.facts)
     update = time.perf_counter() - began - start
-    with ui.waiting("one evaluation"):
+    with ui.progress("one evaluation"):
         evaluated, _ = evaluate_policy(config, setup, facts)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
@@ -240,7 +240,7 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     longest = stream.table.pick(order)
     trainer.rollouts.prompts = PromptStream(longest, stream.batch_size, stream.seed, stream.samples)
     trainer.rollouts.sampling = replace(setup.sampling, eos_ids=[-1])  # no token
-    with ui.waiting("one update with responses of full length"):
+    with ui.progress("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20)
 

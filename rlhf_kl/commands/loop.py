@@ -114,7 +114,7 @@ class TrainLoop:
     def evaluate(self, step: int, facts: dict[str, Any]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `facts` gets what is left out."""
         sizes = f"{len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses"
-        with ui.waiting(f"evaluating on {sizes}"):
+        with ui.progress(f"evaluating on {sizes}"):
             figures, samples = evaluate_policy(self.config, self.setup, facts, self.ranks, step)
         for row in samples:
             self.run.sample({"step": step} | row)
@@ -243,7 +243,7 @@ class TrainLoop:
         self.run.log(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
-        with ui.waiting("writing final/"):
+        with ui.progress("writing final/"):
             write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
         closing = closing_figures([*rows, row], self.config.kl.unit)
         return self.run.finish(

@@ -56,7 +56,7 @@ def scale(
     if not folder.final.is_dir():
         raise InputError(f"{folder.path}: has not ended, so there is no final/ to scale")
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.heldout import HeldOut
         from rlhf_kl.commands.report import write_scaled
         from rlhf_kl.kl_controllers import adjusts

@@ -49,7 +49,7 @@ def train(
     """Train a policy with PPO and keep its KL to the reference at the target."""
     settings = read_config("train", config, set_, output_dir, seed, updates)
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.loop import run_train
         from rlhf_kl.report.texts import TITLE, answers, held_out_texts
         from rlhf_kl.run.log import encode_json
@@ -76,7 +76,7 @@ def supervised(
     kind: Any = context.info_name
     settings = read_config(kind, config, set_, output_dir, seed)
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.supervised import run_supervised
 
     if summary := train_command(run_supervised, settings, resume=resume, overwrite=overwrite, merge=merge):

@@ -125,8 +125,8 @@ class RunResult:
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
         ends = {name: self.closing.get(name, (None, None))[1] for name in control.CLOSING}
-        perplexity, before = ends["perplexity"], self.reference("eval/perplexity")
-        known = perplexity is not None and before and len(self.evaluations) > 1
+        perplexity = ends["perplexity"]
+        before = self.reference("eval/perplexity") if len(self.evaluations) > 1 else None
         return {
             **control.control_figures(self.updates, self.config.kl),
             **ends,
@@ -134,7 +134,7 @@ class RunResult:
             "peak": max(self.ratios, default=None),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference
             "gold_gain": self.gain("objective/gold"),
-            "perplexity_cost": perplexity / before - 1.0 if known else None,
+            "perplexity_cost": perplexity / before - 1.0 if perplexity is not None and before else None,
         }
 
 
