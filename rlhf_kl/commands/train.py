@@ -90,7 +90,7 @@ def train_command(
 
     Of several processes the first one writes the folder; the others give {}.
     """
-    from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, joined, on_this_machine, pick_device
+    from rlhf_kl.build.machine import joined, on_this_machine, pick_device
     from rlhf_kl.commands.final import merge_final, require_adapter
     from rlhf_kl.memory import keep_freed_memory
     from rlhf_kl.run.log import check_installed
@@ -114,10 +114,6 @@ def train_command(
         if ranks.writes and precision not in ("no", {"bfloat16": "bf16"}.get(config.run.dtype)):
             log.warning(
                 f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({config.run.dtype})"
-            )
-        if ranks.writes and run.finished is None and (slowdown := bfloat16_slowdown(config.run)) > SLOWER:
-            log.warning(
-                f"run.dtype: products in bfloat16 take {slowdown:.1f} times as long here as in float32: write float32"
             )
         summary = work(config, run) if run.finished is None else run.finished
     if merge and ranks.writes:
@@ -158,19 +154,9 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
 
 def supervised_closing(summary: dict[str, Any], config: SFTConfig | RewardModelConfig) -> Closing:
     """Figures and next steps after `sft` and `reward-model`, as `train_closing`."""
-    from rlhf_kl.supervised.figures import sketch
-
-    final = summary["final"]
     figures: dict[str, object] = {"steps": f"{summary['steps']} in {duration(summary['seconds'])}"}
-    figures |= {
-        f"held-out {key.removeprefix('eval/').replace('_', ' ')}": f"{value:.3f}"
-        for key, value in final.items()
-        if key.startswith("eval/")
-    }
-    histogram = summary.get("heldout", {}).get("histogram", {})
-    for name, counts in histogram.items():
-        if name != "edges":
-            low, high = histogram["edges"][0], histogram["edges"][-1]
-            figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
+    for key, value in summary["final"].items():
+        if key.startswith("eval/"):
+            figures[f"held-out {key.removeprefix('eval/').replace('_', ' ')}"] = f"{value:.3f}"
     place = short_path(config.run.output_dir)
     return figures, [f"{shell_command('tensorboard')} --logdir {place}", f"{place}/final  the model"]
