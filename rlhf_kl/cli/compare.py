@@ -58,8 +58,9 @@ def compare(
         plan = load_compare(config, set_ or [], output_dir, seed, updates=updates)
         check_variants(plan)
     from rlhf_kl.commands.grid import train_grid
-    from rlhf_kl.commands.report import planned_comparison, write_comparison
+    from rlhf_kl.commands.report import link_reports, planned_comparison
     from rlhf_kl.report.compare import read_comparison
+    from rlhf_kl.report.side_by_side import write_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite) if plan else []
     with ui.progress("reading the runs"):
@@ -69,6 +70,7 @@ def compare(
     paths = sorted({str(run.resolve()) for run in runs or []})  # other runs, another page
     name = f"{'+'.join(Path(path).name for path in paths)[:100]}-{crc32(repr(paths).encode()):08x}"
     folder = plan.folder if plan else output_dir or Path("runs/compare") / name
+    link_reports(comparison)
     with ui.progress("drawing the comparison"):
         text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
     print((folder / "compare.json").read_text(encoding="utf-8").rstrip() if as_json else text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_kl.commands.options import Set
+from rlhf_kl.commands.options import Set, numbers
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def simulate(
 
     if sets and config is None:
         raise InputError("--set changes a config: it needs --config")
-    kls = None if kl is None else _kls(kl)
+    kls = None if kl is None else numbers("--kl", kl)
     options: dict[str, Any] = {}
     total, length = None, None
     if config is not None:  # what the command line does not say
@@ -97,16 +97,6 @@ def simulate(
     else:
         print(f"{kind}, target {target:g} nats, {episodes} responses per update\n")
         _show(rows, target)
-
-
-def _kls(text: str) -> list[float]:
-    try:
-        kls = [float(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        kls = []
-    if not kls or any(kl < 0.0 for kl in kls):
-        raise InputError(f"--kl must be KLs in nats, 0 or more, with commas between: {text!r}")
-    return kls
 
 
 def _show(rows: list[SimulatedUpdate], target: float) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -16,39 +13,22 @@ from markupsafe import Markup
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.kl_controllers import held
 from rlhf_kl.report import control
-from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, target_charts, variant_styles
-from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.control import verdict_text
 from rlhf_kl.report.drawing import Chart, css, svg
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.sweep import scale_table, sweep_of, sweep_of_scaled
-from rlhf_kl.report.texts import across, text_figures
-from rlhf_kl.report.verdict import figures_table
+from rlhf_kl.report.texts import text_figures
 from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
 
 HOTTEST = 2.0  # nats of a token that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 BADGES = {"held": "good", "late": "late", "missed": "bad"}  # verdict -> class of the badge
-TABLE_NOTE = (
-    f"KL, score and gold: mean of the last {held.END} updates; perplexity: of held-out texts at the end; means over "
-    f"seeds ± one standard deviation. Held: off by at most {held.HELD_ERROR:.1%} on average in the second half, and "
-    f"within {held.BAND:.0%} in {held.HELD_SHARE:.0%} of the updates from {held.BAND_FROM} on. Scores at "
-    "equal KL: by seed, read from a curve over √KL through the reference and the ends of a family's runs; the interval "
-    "covers the spread over seeds and the gaps of the curve."
-)
-
-TEXTS = "Two responses of median score at each target"
-PROMPT = 160  # characters of a prompt that are shown, its end
-SCALE_NOTE = (
-    "The policy at a scale s has the reference's weights plus s times what training added to them. Each row is "
-    "measured on the scaled policy's own held-out responses. KL is exact. ±: one standard error."
-)
 
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
     verdict = run.figures["verdict"]
-    return _render(
+    return render(
         "report.html",
         refresh=refresh,
         name=run.name,
@@ -59,7 +39,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
-        charts=[_chart(chart) for chart in run_charts(run)],
+        charts=[render_chart(chart) for chart in run_charts(run)],
         hottest=f"{HOTTEST:g}",
         texts=[(each["prompt"], _texts(run, each)) for each in run.texts],
         command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
@@ -68,75 +48,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
     )
 
 
-def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], folder: Path) -> str:
-    """The page of a comparison, for this folder."""
-    runs, seeds = [run for v in comparison.variants for run in v.runs.values()], len(comparison.seeds)
-    counts = {"variant": len(comparison.variants), "seed": seeds, "run": len(runs)}
-    subtitle = " · ".join(f"{count} {thing}{'s' * (count > 1)}" for thing, count in counts.items())
-    if comparison.target is not None:
-        subtitle += f" · KL target {comparison.target:g} nats per {comparison.unit}"
-    links: dict[str, list[tuple[int, str]]] = {}
-    for variant in comparison.variants:
-        for seed, run in variant.runs.items():
-            if run.report.is_file():
-                links.setdefault(variant.name, []).append((seed, quote(os.path.relpath(run.report, folder))))
-    return _comparison(
-        name=name,
-        subtitle=subtitle,
-        verdict=verdict,
-        notes=comparison.notes,
-        texts_title="The same prompt",
-        texts=[found] if (found := compared_texts(comparison)) else [],
-        held=[_chart(chart) for chart in held_charts(comparison)],
-        targets=[_chart(chart) for chart in target_charts(sweep_of(comparison))],
-        table=figures_table(comparison),
-        tints={name: style.tint for name, style in variant_styles(comparison).items()},
-        table_note=TABLE_NOTE,
-        charts=[_chart(chart) for chart in compare_charts(comparison)],
-        links=list(links.items()),
-    )
-
-
-def scale_page(document: Mapping[str, Any], name: str, verdict: Sequence[str]) -> str:
-    """The page of `rlhf-kl scale`."""
-    return _comparison(
-        name=f"{name}, scaled",
-        subtitle=f"One run at other KL targets · {document['samples']} held-out responses at each",
-        verdict=verdict,
-        texts_title=TEXTS if document["reference"]["scores"] is not None else "Two responses at each target",
-        texts=scaled_texts(document),
-        targets=[_chart(chart) for chart in target_charts(sweep_of_scaled(document))],
-        table=scale_table(document),
-        table_note=SCALE_NOTE,
-    )
-
-
-def _comparison(**values: Any) -> str:
-    """The page of policies side by side; what is not given is empty."""
-    empty: dict[str, Any] = {"refresh": None, "notes": (), "held": (), "charts": (), "links": (), "tints": {}}
-    return _render("compare.html", **empty | values)
-
-
-def scaled_texts(document: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """For each target a heading, and prompt, figures and response of median score."""
-    return [
-        (
-            f"KL target {row['target']:g} (scale {row['scale']:.2f})",
-            [(safe_text(text["prompt"].strip()[-PROMPT:]), _text_figures(text), text["text"]) for text in row["texts"]],
-        )
-        for row in document["rows"]
-    ]
-
-
-def compared_texts(comparison: Comparison) -> tuple[str, list[tuple[str, str, str]]] | None:
-    """A held-out prompt, and who answers, figures and text: of the reference, and of each variant's first seed."""
-    found = across({v.name: next(iter(v.runs.values())).path for v in comparison.variants})
-    answers = {"reference": found["reference"], **found["policies"]} if found else {}
-    answered = [(name, _text_figures(text), text["text"]) for name, text in answers.items()]
-    return (found["prompt"], answered) if found else None
-
-
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """A template's page. Text of a run is escaped, and control characters in it are shown as text."""
 
     def finalize(value: Any) -> Any:
@@ -149,7 +61,8 @@ def _render(template: str, **values: Any) -> str:
     return pages.get_template(template).render(colours=Markup(css()), script=script, version=version, **values)
 
 
-def _chart(chart: Chart) -> dict[str, Any]:
+def render_chart(chart: Chart) -> dict[str, Any]:
+    """For the template."""
     return {"title": chart.title, "svg": Markup(svg(chart)), "caption": chart.caption or chart.subtitle}
 
 
@@ -203,7 +116,8 @@ def _subtitle(run: RunResult) -> str:
 # ---- texts
 
 
-def _text_figures(text: Mapping[str, Any]) -> str:
+def response_figures(text: Mapping[str, Any]) -> str:
+    """Score, gold and KL in words."""
     return " · ".join(text_figures(text, "KL {} nats per response"))
 
 
@@ -213,7 +127,7 @@ def _texts(run: RunResult, texts: Mapping[str, Any]) -> list[tuple[str, str, Any
     chosen = {id(text): text for text in (policy[0], policy[len(policy) // 2], policy[-1])}
     names = {1: "Before (the start)", len(run.updates) + 1: "After"}
     return [
-        (names.get(text["step"], f"Update {text['step']}"), _text_figures(text), list(map(_token, text["tokens"])))
+        (names.get(text["step"], f"Update {text['step']}"), response_figures(text), list(map(_token, text["tokens"])))
         for text in chosen.values()
     ]
 

@@ -9,7 +9,7 @@ import pytest
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.charts import _total_reward, target_charts
 from rlhf_kl.report.compare import Comparison, read_comparison
-from rlhf_kl.report.page import compare_page
+from rlhf_kl.report.side_by_side import write_comparison
 from rlhf_kl.report.sweep import sweep_of
 from rlhf_kl.report.verdict import judge
 from tests.runs import Rows, Write
@@ -75,7 +75,8 @@ def test_what_cannot_be_compared(write_run: Write, metrics_rows: Rows, tmp_path:
         read_comparison([one, other])
     begun = read_comparison([write_run("begun"), write_run("d", rows, config={"kl": {"target": 0.2}})])
     assert [variant.verdicts for variant in begun.variants] == [{"short": 1}] * 2
-    assert compare_page(begun, "early", judge(begun), tmp_path).count("<svg") == 2 + 4
+    write_comparison(begun, tmp_path / "out", "early")
+    assert (tmp_path / "out" / "compare.html").read_text().count("<svg") == 2 + 4
 
 
 def test_scores_on_different_scales_are_not_compared(write_run: Write, metrics_rows: Rows) -> None:
