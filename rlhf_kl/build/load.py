@@ -160,12 +160,12 @@ class Loader:
 
     # ---- scorers
 
-    def scorers(self, section: RewardSection, *, reward: bool = True, gold: bool = True) -> Scorers:
-        """The scorers of a config, or some of them: its reward, or the terms of a sum; and gold."""
+    def scorers(self, section: RewardSection, *, gold: bool = True) -> Scorers:
+        """The scorers of a config: its reward, or the terms of a sum; and gold."""
         found = []
-        for name, term in (section.terms or {}).items() if reward else ():
+        for name, term in (section.terms or {}).items():
             found.append(Scorer(TERM + name, self._scorer(term, f"reward.terms.{name}", section), term.weight))
-        if reward and not section.terms:
+        if not section.terms:
             found.append(Scorer(REWARD, self._scorer(section, REWARD, section)))
         if gold and section.gold is not None:
             plugin = NamedPlugin("reward.gold", section.gold, {})

@@ -59,7 +59,7 @@ def generate(
     refuse(*problems)
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     config, folder = permissions.opened(run, model, checkpoint)
-    if folder is not None and scores and (refused := permissions.refused(config)[0]):
+    if folder is not None and scores and (refused := permissions.refused(config)):
         raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
     ui.start(quiet)

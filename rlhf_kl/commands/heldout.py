@@ -75,12 +75,11 @@ class HeldOut:
         if model is None:
             files = with_files(settings, ("data", "eval"))
             rows, settings = list(loader.prompts(files.data, files.eval)), with_files(settings)
-            for_scores, for_gold = permissions.refused(settings) if folder is not None else ([], [])
-            if for_scores or for_gold:
-                names = " and ".join(name for name, refs in (("scores", for_scores), ("gold", for_gold)) if refs)
-                code = ", ".join(dict.fromkeys(for_scores + for_gold))
-                log.warning(f"{names} left out: they need code that the run names ({code}): --plugins runs it")
-            scorers = loader.scorers(settings.reward, reward=not for_scores, gold=not for_gold)
+            if folder is not None and (refused := permissions.refused(settings)):
+                code = ", ".join(refused)
+                log.warning(f"scores left out: they need code that the run names ({code}): --plugins runs it")
+            else:
+                scorers = loader.scorers(settings.reward)
         loaded, tokenizer = load_policy(loader, settings, folder, model, checkpoint)
         policy, other, other_tokenizer = frozen_lm(loaded, dtype, loader.device), None, None
         if model is None or reference is not None:

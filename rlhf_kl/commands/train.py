@@ -145,7 +145,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     }
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",
-        f"{shell_command()} eval --run {place}{' --plugins' if any(Permissions().refused(config)) else ''}",
+        f"{shell_command()} eval --run {place}{' --plugins' if Permissions().refused(config) else ''}",
         f"{shell_command('tensorboard')} --logdir {place}",
         f"{place}/samples.jsonl  responses, token by token",
         f"{place}/final          the policy",

@@ -122,21 +122,18 @@ def thin(values: Sequence[float]) -> list[float]:
 # ---- files and pages
 
 
-def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "", footer: str = "") -> None:
+def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "") -> None:
     """Charts side by side under a heading, on white; a single one is legible at the width of a phone.
 
     The format is that of the path's suffix.
     """
     rows = -(-len(charts) // columns)
-    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading) + 0.3 * bool(footer)
+    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading)
     width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
     with _picture_style(size):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-        left, note = {"x": 0.02, "ha": "left"}, {"fontsize": size * 0.9, "color": colour("muted")}
         if heading:
-            figure.suptitle(heading, fontsize=size * 1.12, fontweight="bold", **left)
-        if footer:
-            figure.supxlabel(footer, **note, **left)
+            figure.suptitle(heading, fontsize=size * 1.12, fontweight="bold", x=0.02, ha="left")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel in panels[len(charts) :]:
             panel.set_visible(False)
@@ -145,8 +142,10 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
             if legend := panel.get_legend():
                 legend.set_in_layout(False)  # a wide one does not push the panels apart
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
-            place = {"xytext": (0, pad), "xycoords": "axes fraction", "textcoords": "offset points"}
-            panel.annotate(chart.subtitle, (0, 1), **place, **note, in_layout=False)
+            panel.annotate(
+                chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
+                fontsize=size * 0.9, color=colour("muted"), in_layout=False,
+            )  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI)

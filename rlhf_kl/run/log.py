@@ -221,19 +221,8 @@ class Views:
             with self._switched_off_if_it_fails(name):
                 self._running[name] = make()
 
-    def row(self, row: Mapping[str, Any]) -> None:
-        """Show a row of metrics."""
-        self._all(lambda view: view.row(row))
-
-    def sample(self, sample: Mapping[str, Any]) -> None:
-        """Show a sampled response."""
-        self._all(lambda view: view.sample(sample))
-
-    def close(self, *, failed: bool) -> None:
-        """Nothing follows."""
-        self._all(lambda view: view.close(failed=failed))
-
-    def _all(self, show: Callable[[TensorBoardWriter | Tracker], None]) -> None:
+    def show(self, show: Callable[[TensorBoardWriter | Tracker], None]) -> None:
+        """Call `show` with each of them."""
         for name, view in list(self._running.items()):
             with self._switched_off_if_it_fails(name):
                 show(view)

@@ -148,8 +148,8 @@ def write(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> Callable[...
     def run(name: str, rows: list[dict[str, Any]], sent: int = 0, *, failed: bool = False) -> str:
         views = Views({name: lambda: Tracker(name, folder, "mine", CONFIG, sent)})
         for row in rows:
-            views.row(row)
-        views.close(failed=failed)
+            views.show(lambda view, row=row: view.row(row))
+        views.show(lambda view: view.close(failed=failed))
         return " ".join(line for line in capsys.readouterr().err.splitlines() if "alert:" in line)
 
     return run
