@@ -1,4 +1,4 @@
-"""Trains the unfinished runs of a comparison, each in a process of its own."""
+"""Trains the unfinished runs of a comparison, each in a process of its own, and reads them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.program import NUMBER, cores
+from rlhf_kl.report.compare import Comparison, read_comparison
 from rlhf_kl.report.run import stored_config
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.signals import ending_on_sigterm
@@ -61,6 +62,16 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
         for _, process in running.values():
             process.wait()
     return failures
+
+
+def planned_comparison(plan: ComparePlan) -> Comparison:
+    """The runs of a plan that have been started, with the names that the plan gives them."""
+    names = {Path(run.config.run.output_dir): run.variant for run in plan.runs}
+    started = {path: name for path, name in names.items() if (path / "config.yaml").is_file()}
+    if not started:
+        raise InputError(f"{plan.folder}: none of the runs has started")
+    comparison = read_comparison(list(started), started)
+    return Comparison(comparison.variants, [*plan.notes, *comparison.notes], plan.options)
 
 
 def check_folders(plan: ComparePlan) -> None:

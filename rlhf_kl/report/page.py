@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -15,14 +16,24 @@ from rlhf_kl.kl_controllers import held
 from rlhf_kl.report import control
 from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.control import verdict_text
-from rlhf_kl.report.drawing import Chart, css, svg
-from rlhf_kl.report.run import RunResult
+from rlhf_kl.report.drawing import Chart, css, save_sheet, svg
+from rlhf_kl.report.run import RunResult, read_run
 from rlhf_kl.report.texts import text_figures
+from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
 
 HOTTEST = 2.0  # nats of a token that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 BADGES = {"held": "good", "late": "late", "missed": "bad"}  # verdict -> class of the badge
+
+
+def write_report(path: Path, refresh: int | None = None) -> RunResult:
+    """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
+    run = read_run(path)
+    write_atomic(run.report, report_page(run, refresh if run.status == "unfinished" else None))
+    if charts := run_charts(run):
+        save_sheet(charts, RunFolder(path).picture, columns=2, heading=run.name)
+    return run
 
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:

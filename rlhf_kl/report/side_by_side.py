@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from rlhf_kl import ui
 from rlhf_kl.kl_controllers import held
 from rlhf_kl.program import short_path
 from rlhf_kl.report.charts import compare_charts, held_charts, target_charts, variant_styles
 from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
-from rlhf_kl.report.page import render, render_chart, response_figures
+from rlhf_kl.report.page import render, render_chart, report_page, response_figures
 from rlhf_kl.report.sweep import recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
 from rlhf_kl.report.texts import across
 from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
@@ -40,6 +41,7 @@ Sections = Sequence[tuple[str, Sequence[Chart], str]]  # title, charts, name of 
 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
+    _link_reports(comparison)
     verdict, sweep = judge(comparison), sweep_of(comparison)
     runs = [(variant.name, seed, run) for variant in comparison.variants for seed, run in variant.runs.items()]
     counts = {"variant": len(comparison.variants), "seed": len(comparison.seeds), "run": len(runs)}
@@ -73,6 +75,20 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         tints={name: style.tint for name, style in variant_styles(comparison).items()},
         links=links,
     )
+
+
+def _link_reports(comparison: Comparison) -> None:
+    """Write the page of each run that has none, or one older than its rows."""
+    runs = [run for variant in comparison.variants for run in variant.runs.values()]
+    old = [run for run in runs if _age(run.report) < _age(RunFolder(run.path).metrics) or not run.report.is_file()]
+    with ui.progress("the pages of the runs", len(old)) as advance:
+        for run in old:
+            write_atomic(run.report, report_page(run))
+            advance()
+
+
+def _age(file: Path) -> float:
+    return file.stat().st_mtime if file.is_file() else 0.0
 
 
 def write_scaled(document: Mapping[str, Any], folder: RunFolder, name: str, width: int | None) -> str:

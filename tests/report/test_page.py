@@ -10,7 +10,6 @@ from urllib.parse import unquote
 
 import pytest
 
-from rlhf_kl.commands.report import link_reports
 from rlhf_kl.report.compare import read_comparison
 from rlhf_kl.report.page import report_page
 from rlhf_kl.report.run import read_run
@@ -100,9 +99,7 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
             samples = held_out([1, 61], f"says {name}")
             settings = config | {"run": {"seed": seed}}
             write_run(f"{name}-s{seed}", rows, samples, settings, summary={"reference": REFERENCE})
-    comparison = read_comparison([tmp_path])
-    link_reports(comparison)
-    shown = write_comparison(comparison, tmp_path / "out", "my <i>comparison</i>", 80)
+    shown = write_comparison(read_comparison([tmp_path]), tmp_path / "out", "my <i>comparison</i>", 80)
     text = (tmp_path / "out" / "compare.html").read_text()
     assert not re.search(r"<[bi]>", text)
     assert "$<b>static<i>$ 0.1x" in unescape(text)

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare
-from rlhf_kl.commands import config, doctor, evaluate, generate, guide, init, scale, simulate, train
+from rlhf_kl.commands import compare, config, doctor, evaluate, generate, guide, init, scale, simulate, train
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
