@@ -225,13 +225,12 @@ class Run:
         self._sound = sound
         if self._rows is not None:
             self._rows.write(row)
-            self._views.show(lambda view: view.row(row))
+            self._views.row(row)
 
     def sample(self, sample: dict[str, Any]) -> None:
         """Write one sampled response."""
         if self._samples is not None:
             self._samples.write(sample)
-            self._views.show(lambda view: view.sample(sample))
 
     def save(self, step: int) -> None:
         """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
@@ -301,8 +300,7 @@ class Run:
     def close(self) -> None:
         """Close the files and free the folder; all data that must be on the disk is there already."""
         self._exits.close()
-        failed = sys.exc_info()[0] is not None
-        self._views.show(lambda view: view.close(failed=failed))
+        self._views.close(failed=sys.exc_info()[0] is not None)
         for file in (*self._files(), self._lock):
             if file is not None:
                 with contextlib.suppress(OSError):  # a full disk has been reported already
