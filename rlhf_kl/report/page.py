@@ -45,9 +45,8 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         name=run.name,
         badge=(BADGES.get(verdict, ""), verdict_text(run.figures)) if run.status == "finished" else ("", run.status),
         subtitle=_subtitle(run),
-        largest=_largest(run),
+        cards=_cards(run),
         closing_note=control.closing_note(len(run.updates)),
-        figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
         charts=[render_chart(chart) for chart in run_charts(run)],
@@ -80,38 +79,29 @@ def render_chart(chart: Chart) -> dict[str, Any]:
 # ---- the figures of a run
 
 
-def _largest(run: RunResult) -> list[tuple[str, str, str, str]]:
-    """Colour, name, value and note of what is asked first: KL over target, and score and perplexity from the start."""
-    figures, closing = run.figures, run.closing
-    cards = []
-    if figures["kl"] is not None:
-        note = f"{format_number(figures['kl'])} of {figures['target']:g} nats per {run.unit}"
-        cards.append(("kl", "KL over target", f"{figures['kl'] / figures['target']:.2f}", note))
-    gold = f"true score (gold) {control.start_to_end(closing['gold'])}" if "gold" in closing else ""
-    cost = (
-        "" if (part := figures["perplexity_cost"]) is None else f"{format_percent(part, signed=True)} on the reference"
-    )
-    for key, name, note in (("scores", "Score", gold), ("perplexity", "Held-out perplexity", cost)):
-        if key in closing:
-            cards.append((key.removesuffix("s"), name, control.start_to_end(closing[key]), note))
-    return cards
-
-
-def _figures(run: RunResult) -> list[tuple[str, str, str]]:
-    """Name, value and note of the other figures, without those that were not measured."""
+def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
+    """Colour, name, value and note of each figure that was measured; those that are asked first have a colour."""
     figures, closing = run.figures, {name: control.start_to_end(pair) for name, pair in run.closing.items()}
-    ended = format_percent(run.end("rollout/eos_rate"))
+    kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
+    gold = f"true score (gold) {closing['gold']}" if "gold" in closing else ""
+    share = format_percent(read_number(run.summary, "tilt_share"))
     cards = [
-        ("Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
-        ("Time in band", format_percent(figures["time_in_band"]),
+        ("kl", "KL over target", format_number(None if kl is None else kl / target),
+         f"{format_number(kl)} of {target:g} nats per {run.unit}"),
+        ("score", "Score", closing.get("scores", "-"), gold),
+        ("perplexity", "Held-out perplexity", closing.get("perplexity", "-"),
+         f"{format_percent(cost, signed=True)} on the reference" if cost is not None else ""),
+        ("", "Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
+        ("", "Time in band", format_percent(figures["time_in_band"]),
          f"within ±{held.BAND:.0%}, from update {held.BAND_FROM}"),
-        ("Peak KL over target", format_number(figures["peak"]), ""),
-        ("Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
-        ("Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
-        ("Score gain", format_percent(read_number(run.summary, "tilt_share")), "of the largest possible at this KL"),
-        ("Response length", closing.get("length", "-"), f"tokens; {ended} end by themselves"),
+        ("", "Peak KL over target", format_number(figures["peak"]), ""),
+        ("", "Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
+        ("", "Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
+        ("", "Score gain", share, "of the largest possible at this KL"),
+        ("", "Response length", closing.get("length", "-"),
+         f"tokens; {format_percent(run.end('rollout/eos_rate'))} end by themselves"),
     ]  # fmt: skip
-    return [card for card in cards if card[1] != "-"]
+    return [card for card in cards if card[2] != "-"]
 
 
 def _subtitle(run: RunResult) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -92,19 +91,11 @@ def newest_run(*, finished: bool = False) -> Path:
 
     Errors: InputError if there is none.
     """
-    written = []
-    for config in RUNS.glob("*/config.yaml"):
-        folder = RunFolder(config.parent)
-        with contextlib.suppress(OSError):  # a run that has not made an update
-            if folder.final.is_dir() or not finished:
-                written.append((folder.metrics.stat().st_mtime, folder.path))
-    if not written and finished:
-        raise InputError(
-            f"no finished run under {RUNS}/: name the folder of one (or for eval and generate a model: --model)"
-        )
+    runs = [RunFolder(config.parent) for config in RUNS.glob("*/config.yaml")]
+    written = [run for run in runs if run.metrics.is_file() and (run.final.is_dir() or not finished)]
     if not written:
-        raise InputError(f"no run under {RUNS}/: name a run folder")
-    return max(written)[1]
+        raise InputError(f"no {'finished ' * finished}run under {RUNS}/: name the folder of one")
+    return max(written, key=lambda run: run.metrics.stat().st_mtime).path
 
 
 # ---- the lock ----
