@@ -73,7 +73,7 @@ def evaluate(
         from rlhf_kl.run.log import encode_json
 
     options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
-    held = HeldOut.load(settings, folder, permissions, **options, reference=reference, stored=config is None)
+    held = HeldOut(settings, folder, permissions, **options, reference=reference, stored=config is None)
     figures = held.perplexity("policy")
     if held.reference is not None:
         figures["reference"] = held.perplexity("reference")

@@ -61,7 +61,7 @@ def scale(
         from rlhf_kl.report.side_by_side import write_scaled
         from rlhf_kl.run.log import encode_json
 
-    held = HeldOut.load(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
+    held = HeldOut(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
     table = Scaled(held, samples)
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
     wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
@@ -126,9 +126,9 @@ class Scaled:
         figures = joined(figures, found)
         if not self.reference:
             self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))
-        kl = figures[f"kl_{self.unit}"]
+        figures["standard_errors"]["kl"] = figures["standard_errors"][f"kl_{self.unit}"]
         texts = _median_texts(self.prompts.texts, own)
-        self.rows[share] = {"scale": share, "kl": kl, **figures, "texts": texts}
+        self.rows[share] = {"scale": share, "kl": figures[f"kl_{self.unit}"], **figures, "texts": texts}
 
     def reach(self, target: float) -> None:
         """Find the scale of a target: measure where its KL should be, until it is there or the tries are used up."""
