@@ -24,7 +24,7 @@ def doctor(
     pairs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training: what each stores.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training: whether they can share it.")] = 1,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:

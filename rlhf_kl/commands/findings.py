@@ -82,7 +82,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, loader, pairs)
-        findings += check_updates(config, setup, processes)
+        findings += check_updates(config, setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -195,7 +195,7 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
 # ---- the update
 
 
-def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[Finding]:
+def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
     """The start of the run and its first update, measured; then the memory of the largest one."""
     began = time.perf_counter()
     unsharded = {name: getattr(whole, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
@@ -227,7 +227,7 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all")
-    yield check_memory(whole, setup, processes, full_update(setup, training.trainer) if processes == 1 else None)
+    yield check_memory(whole, setup.policy.device, full_update(setup, training.trainer))
 
 
 def full_update(setup: Setup, trainer: PPOTrainer) -> int:
@@ -245,35 +245,22 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     return int(peak_memory_mb(setup.policy.device) * 2**20)
 
 
-def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | None) -> Finding:
-    """Whether the largest update fits: its measured peak; for several processes what each of them stores."""
-    device = setup.policy.device
+def check_memory(config: TrainConfig, device: torch.device, peak: int) -> Finding:
+    """Whether the largest update fits, by its peak in one process: of several that shard each holds less."""
     if device.type == "cuda":  # free bytes, with those that this process holds
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     else:
         free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
     room = int(SHARE * free)
-    need, what = (peak, "at the peak of an update with all responses of full length, measured")
-    if need is None:
-        need = stored_bytes(config, setup, processes)
-        what = f"of weights, gradients and moments in each of {processes} processes, computed; activations come on top"
-    message = f"{need / 2**30:.2f} GiB {what}; {room / 2**30:.1f} GiB to use"
+    message = (
+        f"{peak / 2**30:.2f} GiB at the peak of an update with all responses of full length, measured in one process"
+    )
+    message += f"; {room / 2**30:.1f} GiB to use"
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
-    passes = "a smaller ppo.microbatch_size, " if processes == 1 else ""
-    change = f"{passes}{share}policy.lora={{}} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
-    return judged("memory", need <= room, message, change)
-
-
-def stored_bytes(config: TrainConfig, setup: Setup, processes: int) -> int:
-    """Bytes that each process stores all the time. A trained number takes 20: the weight, its gradient, Adam's two
-    moments, and the copy that the ceiling goes back to, each in float32."""
-    policy, frozen = setup.policy.module, [reward.model for reward in setup.scorers.models.values()]
-    if not has_adapter(policy):
-        frozen.append(setup.reference.module)
-    trained: int = sum(20 * p.numel() if p.requires_grad else p.numel() * p.element_size() for p in policy.parameters())
-    trained *= 2 if config.critic == "separate" else 1  # a value model is about as large as the policy
-    kept: int = sum(p.numel() * p.element_size() for model in frozen for p in model.parameters())
-    return trained // (processes if config.policy.shard else 1) + kept // (processes if config.reference.shard else 1)
+    change = (
+        f"a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true, a smaller model"
+    )
+    return judged("memory", peak <= room, message, change)
 
 
 def check_scores(training: Training) -> Iterator[Finding]:

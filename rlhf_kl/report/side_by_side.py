@@ -23,17 +23,6 @@ from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
 from rlhf_kl.text import hanging, safe_text
 
-TABLE_NOTE = (
-    f"KL, score and gold: mean of the last {held.END} updates; perplexity: of held-out texts at the end; means over "
-    f"seeds ± one standard deviation. Held: off by at most {held.HELD_ERROR:.1%} on average in the second half, and "
-    f"within {held.BAND:.0%} in {held.HELD_SHARE:.0%} of the updates from {held.BAND_FROM} on. Scores at "
-    "equal KL: by seed, read from a curve over √KL through the reference and the ends of a family's runs; the interval "
-    "covers the spread over seeds and the gaps of the curve."
-)
-SCALE_NOTE = (
-    "The policy at a scale s has the reference's weights plus s times what training added to them. Each row is "
-    "measured on the scaled policy's own held-out responses. KL is exact. ±: one standard error."
-)
 PROMPT = 160  # characters of a prompt that are shown, its end
 
 Sections = Sequence[tuple[str, Sequence[Chart], str]]  # title, charts, name of their picture (empty: one for each)
@@ -68,7 +57,6 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         subtitle=subtitle,
         verdict=verdict,
         table=figures_table(comparison),
-        table_note=TABLE_NOTE,
         texts_title="The same prompt",
         texts=_compared_texts(comparison),
         notes=comparison.notes,
@@ -110,7 +98,6 @@ def write_scaled(document: Mapping[str, Any], folder: RunFolder, name: str, widt
         subtitle=f"One run at other KL targets · {document['samples']} held-out responses at each",
         verdict=scaled_answer(document, shlex.quote(short_path(str(folder.path)))),
         table=scale_table(document),
-        table_note=SCALE_NOTE,
         texts_title=f"Two responses{' of median score' * scored} at each target",
         texts=texts,
         notes=(),
@@ -128,7 +115,7 @@ def _write(stem: Path, document: Mapping[str, Any], sections: Sections, width: i
     folder.mkdir(parents=True, exist_ok=True)
     write_json(stem.with_suffix(".json"), dict(document))
     drawn = [(title, [render_chart(chart) for chart in charts]) for title, charts, _ in sections]
-    write_atomic(page, render("compare.html", sections=drawn, refresh=None, **shown))
+    write_atomic(page, render("compare.html", kind=stem.name, held=held, sections=drawn, refresh=None, **shown))
     for title, charts, picture in sections:
         if picture and charts:
             columns = min(len(charts), 2 if len(charts) in (2, 4) else 3)

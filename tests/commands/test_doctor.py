@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -8,15 +7,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.findings import check_rate, check_samples, check_targets, stored_bytes
-from rlhf_kl.config.load import load_config
+from rlhf_kl.commands.findings import check_rate, check_samples, check_targets
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import can_shard
@@ -54,7 +51,7 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert levels == {topic: {"fine"} for topic in fine}
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
     assert "6 updates" in found["time"][0][1]
-    assert "all responses of full length, measured; " in found["memory"][0][1]
+    assert "all responses of full length, measured in one process; " in found["memory"][0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # nothing is left behind
 
 
@@ -99,29 +96,12 @@ def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Pa
 
 
 @pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
-def test_the_doctor_counts_for_several_processes(doctor: Doctor) -> None:
-    ((level, text),) = doctor("policy.shard=true", options=("--processes", "2"))["memory"]
-    assert level == "fine"
-    assert "of weights, gradients and moments in each of 2 processes, computed" in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "processes", "bytes_of_a_number"),
-    [
-        ([], 1, 24.0),  # the policy, and its reference in float32
-        ([], 4, 24.0),
-        (["policy.shard=true"], 4, 20 / 4 + 4),
-        (["policy.shard=true", "reference.shard=true"], 4, 24 / 4),
-        (["policy.value=separate"], 1, 44.0),
-    ],
-)
-def test_what_each_process_stores(new_model: Any, changes: list[str], processes: int, bytes_of_a_number: float) -> None:
-    lm = SimpleNamespace(module=(model := new_model()))
-    frozen = SimpleNamespace(module=copy.deepcopy(model).requires_grad_(False))
-    config = load_config("train", "smoke.yaml", changes)
-    setup: Any = SimpleNamespace(policy=lm, reference=frozen, scorers=SimpleNamespace(models={}))
-    expected = bytes_of_a_number * sum(p.numel() for p in model.parameters())
-    assert stored_bytes(config, setup, processes) == pytest.approx(expected, abs=4)
+def test_the_doctor_of_several_processes(doctor: Doctor) -> None:
+    found = doctor("policy.shard=true", options=("--processes", "2"))
+    assert "config" not in found  # alone, sharding has no effect
+    assert found["memory"][0][0] == "fine"
+    ((level, text),) = doctor(options=("--processes", "3"), code=2)["config"]
+    assert (level, "3 processes share it" in text) == ("fatal", True)
 
 
 @pytest.mark.parametrize(
