@@ -252,14 +252,10 @@ def check_memory(config: TrainConfig, device: torch.device, peak: int) -> Findin
     else:
         free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
     room = int(SHARE * free)
-    message = (
-        f"{peak / 2**30:.2f} GiB at the peak of an update with all responses of full length, measured in one process"
-    )
-    message += f"; {room / 2**30:.1f} GiB to use"
+    message = f"{peak / 2**30:.2f} GiB at the peak of an update with all responses of full length, measured in one "
+    message += f"process; {room / 2**30:.1f} GiB to use"
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
-    change = (
-        f"a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true, a smaller model"
-    )
+    change = f"a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true"
     return judged("memory", peak <= room, message, change)
 
 
