@@ -9,9 +9,8 @@ import contextlib
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+from functools import partial
 from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
@@ -25,8 +24,8 @@ log = logging.getLogger("rlhf_kl")
 HEADER_EVERY = 20  # lines on updates
 LOG_ROWS = 100  # such lines of a whole run
 WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of their columns
-LOG_SECONDS = 10.0  # at least, between two lines on the progress of one thing
-LOG_SHARE = 0.1  # of the whole, between two lines; or a minute
+LINE_SECONDS = 60.0  # at least, between two lines on the progress of one thing
+SLOW_SECONDS = 10.0  # of what is told when it is done
 
 
 class Advance(Protocol):
@@ -35,50 +34,46 @@ class Advance(Protocol):
     def __call__(self, steps: int = 1, note: str | None = None) -> None: ...
 
 
-class RunStatus:
-    """The rows of a run as lines in fixed columns, and as a few figures beside a bar."""
+def _no_bar(steps: int = 1, note: str | None = None) -> None:
+    """Where there is no terminal."""
 
-    def __init__(self, total: int, target: float, unit: str, done: int = 0) -> None:
-        """`total`: updates of the run, `done` of them before. `target` in nats per `unit`."""
-        self.total, self.target, self.unit, self.step = total, target, unit, done
-        self.header = f"update episodes score KL/{unit[:3]} KL/tgt beta ppl tok/s left".split()
+
+class RunTable:
+    """The rows of a run as lines in fixed columns: all of a short run, about a hundred of a long one."""
+
+    def __init__(self, total: int, target: float, unit: str) -> None:
+        """`total`: updates of the run. `target` in nats per `unit`."""
+        self.total, self.target, self.unit = total, target, unit
         self.lines = 0
         self.shown = 0  # step of the last line
-        self._seconds = deque[float](maxlen=10)  # of the last updates
-        self._perplexity: float | None = None  # measured since the last line
 
-    def update(self, row: Mapping[str, Any]) -> str:
-        """Take a row of `metrics.jsonl`; returns the figures beside a bar."""
-        self._row, self.step = row, int(row["step"])
-        if (seconds := self._number("time/step_s")) is not None:
-            self._seconds.append(seconds)
-        if (perplexity := self._number("eval/perplexity")) is not None:
-            self._perplexity = perplexity
-        beta, score = format_number(self._number("kl/coef")), format_number(self._number("objective/scores"))
-        return f"KL {format_number(self._kl())}/{self.target:.3g} beta {beta} score {score}"
+    def show(self, row: Mapping[str, Any]) -> str:
+        """Take a row of `metrics.jsonl`; returns its figures for a bar."""
+        number = partial(read_number, row)
+        step, kl, beta, score = row["step"], number(f"kl/{self.unit}"), number("kl/coef"), number("objective/scores")
+        kl = kl and round(kl, 7)  # the sums of float32 leave a little at 0
+        far = step - self.shown >= self.total / LOG_ROWS
+        if far or self.lines == 0 or step == self.total or number("eval/perplexity") is not None:
+            if self.lines % HEADER_EVERY == 0:
+                self._line(f"update episodes score KL/{self.unit[:3]} KL/tgt beta ppl tok/s left".split())
+            speed, elapsed = number("perf/tokens_per_s"), number("time/elapsed_s")
+            cells = [
+                f"{step}/{self.total}",
+                f"{row.get('episodes', '-')}",
+                format_number(score, 4),
+                format_number(kl, 4),
+                "-" if kl is None else f"{kl / self.target:.2f}x",
+                format_number(beta, 4),
+                format_number(number("eval/perplexity")),
+                "-" if speed is None else f"{speed:.0f}",
+                "-" if elapsed is None else duration((self.total - step) * elapsed / step),
+            ]
+            self._line(cells)
+            self.lines, self.shown = self.lines + 1, step
+        return f"KL {format_number(kl)}/{self.target:.3g} beta {format_number(beta)} score {format_number(score)}"
 
-    def line(self) -> list[str]:
-        """The cells of the newest row."""
-        kl, speed = self._kl(), self._number("perf/tokens_per_s")
-        perplexity, self._perplexity = self._perplexity, None
-        return [
-            f"{self.step}/{self.total}",
-            f"{self._row.get('episodes', '-')}",
-            format_number(self._number("objective/scores"), 4),
-            format_number(kl, 4),
-            "-" if kl is None else f"{kl / self.target:.2f}x",
-            format_number(self._number("kl/coef"), 4),
-            format_number(perplexity),
-            "-" if speed is None else f"{speed:.0f}",
-            duration(max(0, self.total - self.step) * fmean(self._seconds)) if self._seconds else "-",
-        ]
-
-    def _kl(self) -> float | None:
-        kl = self._number(f"kl/{self.unit}")
-        return kl and round(kl, 7)  # the sums of float32 leave a little at 0
-
-    def _number(self, key: str) -> float | None:
-        return read_number(self._row, key)
+    def _line(self, cells: Sequence[str]) -> None:
+        log.info("".join(f" {cell:>{width - 1}}" for cell, width in zip(cells, WIDTHS, strict=True)))
 
 
 class Screen:
@@ -97,8 +92,6 @@ class Screen:
         self._console = console
         self._terminal = console.is_terminal and not console.is_dumb_terminal
         self._quiet, self._moves = quiet, self._terminal and not quiet
-        self._status: RunStatus | None = None
-        self._advance: Advance | None = None  # of the run
         self._bars: Progress | None = None
         log.setLevel(logging.WARNING if quiet else logging.INFO)
 
@@ -141,28 +134,33 @@ class Screen:
     # ---- progress
 
     @contextlib.contextmanager
-    def progress(self, description: str, total: int | None = None) -> Iterator[Advance]:
-        """Show a bar over `total` steps (None: unknown) while the block runs; nested bars are below it."""
-        began = time.monotonic()
-        if self._moves:
-            with self._bar(description, total) as advance:
-                yield advance
-        else:
-            log.info(f"{description} ...")
-            yield self._log_progress(description, total)
-        log.info(f"{description}: done in {duration(time.monotonic() - began)}")
+    def progress(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        """A bar over `total` steps (None: unknown) while the block runs; in a log a line a minute as it advances.
+
+        A line at the end if that took ten seconds.
+        """
+        began = told = time.monotonic()
+        done = 0
+
+        def tell(steps: int = 1, note: str | None = None) -> None:
+            nonlocal done, told
+            done, now = done + steps, time.monotonic()
+            if now - told >= LINE_SECONDS:
+                told = now
+                share = f"/{total} ({done / total:.0%})" if total else ""
+                log.info(f"{name}: {done}{share}{f', {note}' if note else ''}")
+
+        with self.bar(name, total) as advance:
+            yield advance if self._moves else tell
+        if (seconds := time.monotonic() - began) >= SLOW_SECONDS:
+            log.info(f"{name}: done in {duration(seconds)}")
 
     @contextlib.contextmanager
-    def waiting(self, message: str) -> Iterator[None]:
-        """A moving bar in a terminal while the block runs; a line at its end if that took ten seconds."""
-        began = time.monotonic()
-        with self._bar(message, None) if self._moves else contextlib.nullcontext():
-            yield
-        if (seconds := time.monotonic() - began) >= LOG_SECONDS:
-            log.info(f"{message}: done in {duration(seconds)}")
-
-    @contextlib.contextmanager
-    def _bar(self, name: str, total: int | None, done: int = 0) -> Iterator[Advance]:
+    def bar(self, name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
+        """A bar over `total` steps, `done` of them before, while the block runs; only a terminal shows it."""
+        if not self._moves:
+            yield _no_bar
+            return
         bars = self._bars = self._bars or self._new_bars()
         task = bars.add_task("", total=total, completed=done)
         figures = ""
@@ -172,7 +170,8 @@ class Screen:
             done += steps
             figures = figures if note is None else note
             count = f" {done}/{total}" if total else f" {done}" * (done > 0)
-            bars.update(task, advance=steps, description=safe_text(f"{name}{count} {figures}"))
+            description = safe_text(f"{name}{count} {figures}")
+            bars.update(task, advance=steps, description=description, refresh=note is not None)
 
         advance(0)
         bars.start()
@@ -198,62 +197,11 @@ class Screen:
             refresh_per_second=4,
         )
 
-    def _log_progress(self, name: str, total: int | None) -> Advance:
-        """A line every tenth or every minute, none for what takes less than ten seconds."""
-        done, shown, last = 0, 0, time.monotonic()
-
-        def advance(steps: int = 1, note: str | None = None) -> None:
-            nonlocal done, shown, last
-            done, now = done + steps, time.monotonic()
-            waited = now - last
-            far = total is None or done - shown >= LOG_SHARE * total
-            if waited >= 6 * LOG_SECONDS or (waited >= LOG_SECONDS and far):
-                shown, last = done, now
-                share = f"/{total} ({done / total:.0%})" if total else ""
-                log.info(f"{name}: {done}{share}{f', {note}' if note else ''}")
-
-        return advance
-
-    # ---- the run
-
-    @contextlib.contextmanager
-    def live(self, status: RunStatus) -> Iterator[None]:
-        """Show the rows of a run while the block runs."""
-        self._status = status
-        bar = self._bar("update", status.total, status.step) if self._moves else contextlib.nullcontext()
-        with bar as self._advance:
-            yield
-
-    def show_row(self, row: Mapping[str, Any]) -> None:
-        """Show a row of `metrics.jsonl`: in the bar, and every so often as a line."""
-        run = self._status
-        assert run is not None, "within live()"
-        before, figures = run.step, run.update(row)
-        if self._advance is not None and self._bars is not None:
-            self._advance(run.step - before, figures)
-            self._bars.refresh()
-        if self._quiet or (run.lines and run.step < run.total and run.step - run.shown < run.total / LOG_ROWS):
-            return
-        if run.lines % HEADER_EVERY == 0:
-            self._print_columns(run.header)
-        self._print_columns(run.line())
-        run.lines, run.shown = run.lines + 1, run.step
-
     # ---- printing
 
     def _print(self, text: Text, *, soft_wrap: bool = True) -> None:
         """Soft wrap: commands and paths can be copied whole, and a log has one line per message."""
         self._console.print(text, soft_wrap=soft_wrap, highlight=False)
-
-    def _print_columns(self, cells: Sequence[str]) -> None:
-        """Right-aligned cells, in a terminal as many as it is wide; one too wide for its column has a space before."""
-        text = ""
-        for cell, width in zip(cells, WIDTHS, strict=True):
-            cell = f"{cell:>{width}}" if len(cell) < width else f" {cell}"
-            if self._terminal and len(text + cell) > self._console.width:
-                break
-            text += cell
-        self._print(Text(text))
 
     def _print_pair(self, name: str, value: str, style: str) -> None:
         """A name and its value, whose lines stand below each other in a terminal."""
@@ -275,6 +223,5 @@ class _Words(logging.Handler):
 log.addHandler(_Words())
 log.propagate = False
 _screen = Screen()
-start, silence, live = _screen.start, _screen.silence, _screen.live
-progress, waiting, show_row = _screen.progress, _screen.waiting, _screen.show_row
-print_summary = _screen.print_summary
+start, silence, print_summary = _screen.start, _screen.silence, _screen.print_summary
+progress, bar = _screen.progress, _screen.bar

@@ -169,8 +169,7 @@ def show(rows: Mapping[str, list[PlannedRun]], out: Path) -> bool:
     figures = {row: {run.name: run.figures for run in runs} for row, runs in every.items()}
     write_json(out / "bench_control.json", {"rows": figures, "revisions": revisions, "missing": missing})
     save_sheet([chart(row, found) for row, found in results.items()], out / "bench_control.png",
-               columns=min(3 if len(rows) > 4 else 2, len(rows)),
-               footer="Lines: runs, named by starting beta. Band: target ± 25 %.")  # fmt: skip
+               columns=min(3 if len(rows) > 4 else 2, len(rows)))  # fmt: skip
     return not missing
 
 

@@ -305,7 +305,7 @@ def draw(arguments: argparse.Namespace) -> None:
             lines.append(line(f"beta {beta:g}", tint, kls))
         charts.append(chart(name, lines))
     heading = f"KL of a toy {kind.upper()} run of TRL"
-    save_sheet(charts, arguments.image, columns=len(charts), heading=heading, footer="Band: target ± 25 %.")
+    save_sheet(charts, arguments.image, columns=len(charts), heading=heading)
 
 
 if __name__ == "__main__":

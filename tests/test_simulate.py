@@ -106,10 +106,9 @@ def test_table_conclusion_and_picture(run, tmp_path):
     output = run("--controller", "threshold", "--target", "0.1", "--kl", "0.01,0.1,0.2,nan", "--plot", str(picture))
     lines = output.out.splitlines()
     assert lines[2].split() == ["update", "KL", "KL/target", "beta", "next", "beta"]
-    assert [line.split()[3] for line in lines[3:7]] == ["v", "\u2713", "^", "?"]
-    assert lines[8] == "v\u2713^?"
-    assert lines[9].startswith("in range in 1 of 4 updates")
-    assert lines[10] == "too short to say whether it settles"
+    assert ["in range" in line for line in lines[3:7]] == [False, True, False, False]
+    assert lines[8] == "within 25% of the target in 1 of 4 updates"
+    assert lines[9] == "too short to say whether it settles"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -128,7 +127,6 @@ def test_whether_the_kl_settled(run, kls, word):
 def test_a_long_run_is_shown_by_a_row_in_three(run):
     lines = run("--updates", "60").out.splitlines()
     assert [line.split()[0] for line in lines[3:6]] == ["1", "3", "6"]
-    assert len(next(line for line in lines if line.startswith("vv"))) == 60
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -179,9 +177,6 @@ def test_a_plugin_from_a_file(run, tmp_path):
         (["--kl", "-0.1"], "--kl"),
         (["--set", "kl.target=0.1"], "--config"),
         (["--coef", "-1"], "coef"),
-        (["--target", "-1", "--controller", "fixed"], "^--target must be a finite number above 0: -1$"),
-        (["--speed", "2"], "^--speed must be above 0 and at most 1: 2$"),
-        (["--noise", "nan", "--updates", "3"], "^--noise must be a finite number from 0 on: nan$"),
         (["--updates", "3", "--plot", "loop.nonsense"], "--plot"),
     ],
 )

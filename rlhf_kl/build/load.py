@@ -102,7 +102,7 @@ class Loader:
 
     def language_model(self, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
         """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`."""
-        with ui.waiting(f"loading {key}"), blame(key):
+        with ui.progress(f"loading {key}"), blame(key):
             return self._language_model(ref, keep_adapter=keep_adapter)
 
     def _language_model(self, ref: str, *, keep_adapter: bool = False) -> Loaded:
@@ -125,7 +125,7 @@ class Loader:
 
     def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
         """A sequence classifier as a scorer; an adapter is merged into its base."""
-        with ui.waiting(f"loading {key}"), blame(key):
+        with ui.progress(f"loading {key}"), blame(key):
             folder = self.folder(ref)
             if is_adapter(folder):
                 model, tokenizer = self._classifier_of_adapter(folder, section.label)
@@ -160,12 +160,12 @@ class Loader:
 
     # ---- scorers
 
-    def scorers(self, section: RewardSection, *, reward: bool = True, gold: bool = True) -> Scorers:
-        """The scorers of a config, or some of them: its reward, or the terms of a sum; and gold."""
+    def scorers(self, section: RewardSection, *, gold: bool = True) -> Scorers:
+        """The scorers of a config: its reward, or the terms of a sum; and gold."""
         found = []
-        for name, term in (section.terms or {}).items() if reward else ():
+        for name, term in (section.terms or {}).items():
             found.append(Scorer(TERM + name, self._scorer(term, f"reward.terms.{name}", section), term.weight))
-        if reward and not section.terms:
+        if not section.terms:
             found.append(Scorer(REWARD, self._scorer(section, REWARD, section)))
         if gold and section.gold is not None:
             plugin = NamedPlugin("reward.gold", section.gold, {})
@@ -188,7 +188,7 @@ class Loader:
 
     def _read(self, key: str, ref: str, split: str, read: Callable[[list[Row]], Read[T]], most: int | None) -> list[T]:
         """At most `most` rows of a file or data set (None = all), as `read` makes them."""
-        with ui.waiting(f"reading {key}"), blame(key):
+        with ui.progress(f"reading {key}"), blame(key):
             found, left_out = read(load_rows(ref, split))
         if left_out:
             log.info(f"{key}: {left_out}")

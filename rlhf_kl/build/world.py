@@ -18,10 +18,10 @@ from rlhf_kl.builtin.grammar import known_for
 from rlhf_kl.builtin.world import GOLD, cache_folder, is_builtin, part_key, world_spec
 from rlhf_kl.config.load import flat, load_config
 from rlhf_kl.config.schema import RewardModelConfig, Section, SFTConfig
-from rlhf_kl.errors import GuardStop, InputError, RunFailed
+from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.events import worded
 from rlhf_kl.models.load import parameter_count
-from rlhf_kl.run.folder import FULL, sweep, write_folder
+from rlhf_kl.run.folder import sweep, write_folder
 from rlhf_kl.run.log import write_json
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.loop import SupervisedTrainer
@@ -160,14 +160,14 @@ class World:
     def _part(self, name: str, build: Callable[[Path], None]) -> Path:
         """The folder of a part, written under another name and renamed: where it is there, it is complete.
 
-        Errors: RunFailed for a full disk, else InputError; the run would report its own folder.
+        Errors: InputError; the run would report its own folder.
         """
         target = self.folder / name
         try:
             if not target.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 lock = FileLock(self.folder / f".{name}.lock")
-                with ui.waiting(f"waiting for another process that builds {name}"):
+                with ui.progress(f"waiting for another process that builds {name}"):
                     held = lock.acquire()
                 with held:
                     sweep(self.folder, name)
@@ -175,9 +175,8 @@ class World:
                         write_folder(target, build)
         except OSError as error:
             reason = f"the built-in world cannot be kept there: {error.strerror or error}"
-            kind = RunFailed if error.errno in FULL else InputError
             advice = "make room there, or name another folder in RLHF_KL_CACHE"
-            raise kind(f"{cache_folder()}: {reason}: {advice}") from error
+            raise InputError(f"{cache_folder()}: {reason}: {advice}") from error
         return target
 
 

@@ -24,7 +24,7 @@ def doctor(
     pairs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training: what each stores.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training: whether they can share it.")] = 1,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -34,7 +34,7 @@ def doctor(
     settings = read_config("train", config, set_, None, seed, updates)
     check_given({}, "--pairs", pairs, "chosen", settings)  # its errors come before torch is imported
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.findings import run_doctor
 
     findings = run_doctor(settings, pairs, processes)

@@ -67,13 +67,13 @@ def evaluate(
     options_of = {"--model": model, "--reference": reference}
     check_given(options_of, "--texts", texts, column or settings.eval.column, settings)
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.heldout import HeldOut, joined, of_reference
         from rlhf_kl.commands.samples import heldout_rows
         from rlhf_kl.run.log import encode_json
 
     options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
-    held = HeldOut.load(settings, folder, permissions, **options, reference=reference, stored=config is None)
+    held = HeldOut(settings, folder, permissions, **options, reference=reference, stored=config is None)
     figures = held.perplexity("policy")
     if held.reference is not None:
         figures["reference"] = held.perplexity("reference")
@@ -95,16 +95,16 @@ def evaluate(
 
 def _table(figures: dict[str, Any]) -> str:
     """Name, value and standard error, beside those of the reference where there is one."""
+    from rlhf_kl.report.verdict import text_table
+
     columns = [figures, figures["reference"]] if "reference" in figures else [figures]
-    rows = [["", "policy", "reference"]] if len(columns) > 1 else []
-    rows += [[label, *(_shown(of, key) for of in columns)] for key, label in LABELS.items() if key in figures]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows if row[1]]
+    rows = [[label, *(_shown(of, key) for of in columns)] for key, label in LABELS.items() if key in figures]
+    table = text_table(["", "policy", "reference"][: len(columns) + 1], rows)
     several = figures.get("responses", 0) > figures.get("prompts", 0)
     notes = f"±: one standard error{' (for these few prompts only)' if several else ''}."
     if "forward_kl_token" in figures:
         notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
-    return "\n".join([*lines, hanging(notes, stdout_width() or 80, 0)])
+    return f"{table}\n{hanging(notes, stdout_width() or 80, 0)}"
 
 
 def _shown(figures: dict[str, Any], key: str) -> str:

@@ -6,7 +6,6 @@ It starts like `train`, makes two updates (the second with responses of full len
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.optim import usual_learning_rate
+from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
@@ -49,7 +49,6 @@ PAIRS = 200
 LOW_ACCURACY = 0.6
 FEW_VALUES = 5
 BEST_OF = 16  # responses, of which the best is the measure of a gain
-MOSTLY_EQUAL = 0.95  # share of reference samples with one score
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 
 
@@ -83,7 +82,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, loader, pairs)
-        findings += check_updates(config, setup, processes)
+        findings += check_updates(config, setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -113,15 +112,12 @@ def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
 
 
 def check_dtype(config: TrainConfig, device: torch.device) -> Finding:
-    """Whether bfloat16 suits this device."""
-    if config.run.dtype == "bfloat16" and device.type == "cpu":
-        slowdown = bfloat16_slowdown(config.run)
-        message = f"bfloat16 on a CPU is less exact; here a product takes {slowdown:.2g} times as long as in float32"
-        return judged("dtype", slowdown <= SLOWER, message, "run.dtype=float32")
-    emulated = config.run.dtype == "bfloat16" and device.type == "cuda"
-    if emulated and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return judged("dtype", False, "this GPU only emulates bfloat16", "run.dtype=float32")
-    return judged("dtype", True, f"{config.run.dtype} on {device}; master weights float32")
+    """Whether the number type suits this device."""
+    slowdown = bfloat16_slowdown(config.run)
+    message = f"{config.run.dtype} on {device}; master weights float32"
+    if slowdown > SLOWER:
+        message += f"; a product takes {slowdown:.2g} times as long as in float32"
+    return judged("dtype", slowdown <= SLOWER, message, "run.dtype=float32")
 
 
 def check_rate(config: TrainConfig, policy: Any) -> Finding:
@@ -199,7 +195,7 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
 # ---- the update
 
 
-def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[Finding]:
+def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
     """The start of the run and its first update, measured; then the memory of the largest one."""
     began = time.perf_counter()
     unsharded = {name: getattr(whole, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
@@ -210,7 +206,7 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     yield from check_scores(training)
     yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
-    with ui.waiting("one update"):
+    with ui.progress("one update"):
         result = training.trainer.update(1)
     events = list(result.events)
     if skips := [event for event in events if isinstance(event, UpdateSkipped)]:
@@ -218,21 +214,21 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
         return
     row = update_row(result, config)
     update = time.perf_counter() - began - start
-    with ui.waiting("one evaluation"):
+    with ui.progress("one evaluation"):
         evaluated, _ = evaluate_policy(config, setup, events)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
     yield check_endings(config, setup, row)
-    if row["policy/logratio_first_max"] > 1e-3 and config.run.dtype == "float32":
-        yield Finding("fatal", "start", "the policy disagrees with its own rollout before the first step")
+    check_first(row, float32=config.run.dtype == "float32")
     for alert in worded(events):
         yield judged("update", False, alert)
-    yield check_perplexity(evaluated["eval/perplexity"], setup.texts, setup.tokenizer)
+    perplexity, texts = evaluated["eval/perplexity"], len(setup.texts)
+    yield judged("eval", True, f"held-out perplexity {perplexity:.2f} on {texts} texts")
     evaluations = 2 + (config.updates - 1) // config.eval.every
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all")
-    yield check_memory(whole, setup, processes, full_update(setup, training.trainer) if processes == 1 else None)
+    yield check_memory(whole, setup.policy.device, full_update(setup, training.trainer))
 
 
 def full_update(setup: Setup, trainer: PPOTrainer) -> int:
@@ -245,45 +241,28 @@ def full_update(setup: Setup, trainer: PPOTrainer) -> int:
     longest = stream.table.pick(order)
     trainer.rollouts.prompts = PromptStream(longest, stream.batch_size, stream.seed, stream.samples)
     trainer.rollouts.sampling = replace(setup.sampling, eos_ids=[-1])  # no token
-    with ui.waiting("one update with responses of full length"):
+    with ui.progress("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20)
 
 
-def check_memory(config: TrainConfig, setup: Setup, processes: int, peak: int | None) -> Finding:
-    """Whether the largest update fits: its measured peak; for several processes what each of them stores."""
-    device = setup.policy.device
+def check_memory(config: TrainConfig, device: torch.device, peak: int) -> Finding:
+    """Whether the largest update fits, by its peak in one process: of several that shard each holds less."""
     if device.type == "cuda":  # free bytes, with those that this process holds
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     else:
         free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
     room = int(SHARE * free)
-    need, what = (peak, "at the peak of an update with all responses of full length, measured")
-    if need is None:
-        need = stored_bytes(config, setup, processes)
-        what = f"of weights, gradients and moments in each of {processes} processes, computed; activations come on top"
-    message = f"{need / 2**30:.2f} GiB {what}; {room / 2**30:.1f} GiB to use"
+    message = f"{peak / 2**30:.2f} GiB at the peak of an update with all responses of full length, measured in one "
+    message += f"process; {room / 2**30:.1f} GiB to use"
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
-    passes = "a smaller ppo.microbatch_size, " if processes == 1 else ""
-    change = f"{passes}{share}policy.lora={{}} or policy.gradient_checkpointing=true, a smaller model, fewer tokens"
-    return judged("memory", need <= room, message, change)
-
-
-def stored_bytes(config: TrainConfig, setup: Setup, processes: int) -> int:
-    """Bytes that each process stores all the time. A trained number takes 20: the weight, its gradient, Adam's two
-    moments, and the copy that the ceiling goes back to, each in float32."""
-    policy, frozen = setup.policy.module, [reward.model for reward in setup.scorers.models.values()]
-    if not has_adapter(policy):
-        frozen.append(setup.reference.module)
-    trained: int = sum(20 * p.numel() if p.requires_grad else p.numel() * p.element_size() for p in policy.parameters())
-    trained *= 2 if config.critic == "separate" else 1  # a value model is about as large as the policy
-    kept: int = sum(p.numel() * p.element_size() for model in frozen for p in model.parameters())
-    return trained // (processes if config.policy.shard else 1) + kept // (processes if config.reference.shard else 1)
+    change = f"a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true"
+    return judged("memory", peak <= room, message, change)
 
 
 def check_scores(training: Training) -> Iterator[Finding]:
     """The shaped scores of the reference's samples: warnings, and whether there are enough different ones."""
-    scores, grouped = training.reference_scores, training.trainer.config.critic is None
+    scores = training.reference_scores
     shaped = torch.tensor(scores.shaped)
     bars = sketch(histogram({"all": shaped})["all"])
     message = f"shaped scores of {len(shaped)} reference samples {shaped.min():.2f} [{bars}] {shaped.max():.2f}"
@@ -292,12 +271,9 @@ def check_scores(training: Training) -> Iterator[Finding]:
         yield judged("scores", False, f"{message}; {warning}")  # which ends with advice
     different = len(set(scores.shaped))
     if different < FEW_VALUES:
-        most = Counter(scores.shaped).most_common(1)[0][1] / len(shaped)
-        message += f"; only {different} different values, {most:.0%} are equal"
+        message += f"; only {different} different values"
         advice = "ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"
-        if grouped and most > MOSTLY_EQUAL:
-            advice = "easier prompts, or a reward that also pays for a part: equal scores teach nothing"
-        yield judged("scores", grouped and most <= MOSTLY_EQUAL, message, advice)
+        yield judged("scores", training.trainer.config.critic is None, message, advice)
     elif not warnings:
         yield judged("scores", True, message)
 
@@ -335,16 +311,14 @@ def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
 
 
 def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:
-    """Two responses of the starting policy; doubtful where most of a batch are empty or the same text."""
+    """Two responses of the starting policy; doubtful where most of a batch are the same text."""
     pairs = zip(prompts[:2], responses[:2], strict=True)
     message = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}" for prompt, response in pairs)
     text, count = Counter(response.strip() for response in responses).most_common(1)[0]
-    if 2 * count <= len(responses):
-        return judged("samples", True, message)
-    what = f"the same text, {text[:60]!r}" if text else "empty"
-    message += f"; {count / len(responses):.0%} of {len(responses)} responses are {what}"
+    if 2 * count > len(responses):
+        message += f"; {count / len(responses):.0%} of {len(responses)} responses are the same text, {text[:60]!r}"
     advice = "prompts that end where the model's training texts go on (a space at the end may be too much, or missing)"
-    return judged("samples", False, message, advice)
+    return judged("samples", 2 * count <= len(responses), message, advice)
 
 
 def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Finding:
@@ -355,15 +329,3 @@ def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Fin
     message += "; reward.missing_eos_penalty is 0, so this costs nothing" if rate == 0 and free else ""
     advice = "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0"
     return judged("EOS", rate > 0 or free, message, advice)
-
-
-def check_perplexity(perplexity: float, texts: Sequence[str], tokenizer: Any) -> Finding:
-    """Whether the policy predicts the held-out texts better than their token frequencies do."""
-    counts = Counter(token for row in encode_all(tokenizer, texts, bos=False) for token in row)
-    total = sum(counts.values())
-    frequencies = math.exp(-sum(n / total * math.log(n / total) for n in counts.values()))  # exp of their entropy
-    message = f"held-out perplexity {perplexity:.2f} on {len(texts)} texts"
-    if perplexity < frequencies:
-        return judged("eval", True, f"{message}; token frequencies alone give {frequencies:.0f}")
-    message += f", no better than token frequencies alone ({frequencies:.0f}): the policy does not write such texts"
-    return judged("eval", False, message, "eval.texts: texts like those that the policy was trained on")

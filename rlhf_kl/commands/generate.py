@@ -59,11 +59,11 @@ def generate(
     refuse(*problems)
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     config, folder = permissions.opened(run, model, checkpoint)
-    if folder is not None and scores and (refused := permissions.refused(config)[0]):
+    if folder is not None and scores and (refused := permissions.refused(config)):
         raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.build.load import Loader
         from rlhf_kl.build.machine import on_this_machine, run_device
         from rlhf_kl.build.parts import sampling_of
@@ -80,7 +80,7 @@ def generate(
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = on_this_machine(config.model_copy(update={"rollout": rollout}), stored=True)
     loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
-    with ui.waiting("loading the models and prompts"):
+    with ui.progress("loading the models and prompts"):
         scorers = loader.scorers(config.reward, gold=False) if scores else NO_SCORERS
         policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)
         if with_reference:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_kl import ui
@@ -16,7 +15,6 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.events import Event, worded
-from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.perplexity import perplexity_of, safe_exp, text_sums
 from rlhf_kl.models.value import frozen_lm
@@ -29,29 +27,16 @@ from rlhf_kl.ppo.evaluate import (
     policy_samples,
     standard_error,
 )
-from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.types import Prompts
 from rlhf_kl.ui import log
 
 
-@dataclass
 class HeldOut:
     """Data and models of a run, of a config's start, or of any model (which has no prompts)."""
 
-    config: TrainConfig
-    loader: Loader
-    documents: list[str]
-    rows: Sequence[list[PromptRow]]  # of prompts: to train on, held out
-    scorers: Scorers
-    policy: LM
-    tokenizer: Any
-    reference: LM | None
-    reference_tokenizer: Any
-
-    @classmethod
-    def load(
-        cls,
+    def __init__(
+        self,
         settings: TrainConfig,
         folder: RunFolder | None,
         permissions: Permissions,
@@ -62,31 +47,34 @@ class HeldOut:
         checkpoint: int | None = None,
         reference: str | None = None,
         stored: bool = True,
-    ) -> HeldOut:
+    ) -> None:
         """`settings`, `folder`: as `Permissions.opened` returns them; the other options as those of `eval`."""
-        settings = on_this_machine(settings, stored=stored)
-        loader, dtype = Loader.for_run(settings.run, run_device(settings.run)), compute_dtype(settings.run.dtype)
-        held = settings.eval
+        config = on_this_machine(settings, stored=stored)
+        loader, dtype = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype)
+        held = config.eval
         ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
         limit = held.max_documents if texts is None else None  # it does not limit a named file
-        text_column = column or held.column
-        documents = loader.texts(world_file(ref, "heldout"), text_column, key, held.split, limit=limit)
-        rows, scorers = list[list[PromptRow]](), NO_SCORERS
+        file = world_file(ref, "heldout")
+        self.documents = loader.texts(file, column or held.column, key, held.split, limit=limit)
+        self.rows = list[list[PromptRow]]()  # of prompts: to train on, held out
+        self.scorers = NO_SCORERS
         if model is None:
-            files = with_files(settings, ("data", "eval"))
-            rows, settings = list(loader.prompts(files.data, files.eval)), with_files(settings)
-            for_scores, for_gold = permissions.refused(settings) if folder is not None else ([], [])
-            if for_scores or for_gold:
-                names = " and ".join(name for name, refs in (("scores", for_scores), ("gold", for_gold)) if refs)
-                code = ", ".join(dict.fromkeys(for_scores + for_gold))
-                log.warning(f"{names} left out: they need code that the run names ({code}): --plugins runs it")
-            scorers = loader.scorers(settings.reward, reward=not for_scores, gold=not for_gold)
-        loaded, tokenizer = load_policy(loader, settings, folder, model, checkpoint)
-        policy, other, other_tokenizer = frozen_lm(loaded, dtype, loader.device), None, None
+            files = with_files(config, ("data", "eval"))
+            self.rows = list(loader.prompts(files.data, files.eval))
+            config = with_files(config)
+            if folder is not None and (refused := permissions.refused(config)):
+                code = ", ".join(refused)
+                log.warning(f"scores left out: they need code that the run names ({code}): --plugins runs it")
+            else:
+                self.scorers = loader.scorers(config.reward)
+        self.config = config
+        policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
+        self.policy = frozen_lm(policy, dtype, loader.device)
+        self.reference, self.reference_tokenizer = None, None
         if model is None or reference is not None:
-            beside = load_run_reference(loader, settings, reference)
-            other, other_tokenizer = frozen_lm(beside.model, dtype, loader.device), beside.tokenizer
-        return cls(settings, loader, documents, rows, scorers, policy, tokenizer, other, other_tokenizer)
+            beside = load_run_reference(loader, config, reference)
+            self.reference = frozen_lm(beside.model, dtype, loader.device)
+            self.reference_tokenizer = beside.tokenizer
 
     @property
     def sampling(self) -> Any:

@@ -22,12 +22,9 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where (d
     files = sorted((shipped_configs() / "init").iterdir())
     if taken := [folder / file.name for file in files if os.path.lexists(folder / file.name)]:
         raise InputError(*(f"{file} is there already: init overwrites nothing, name a new folder" for file in taken))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in files:
-            shutil.copyfile(file, folder / file.name)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
     config = short_path(str((folder / "mine.yaml").absolute()))
     print(f"Name your model in {config} (policy.model), then\n")
     for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins", "scale --plugins"):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.build.machine import run_device
 from rlhf_kl.build.parts import Setup, build_setup, fingerprints
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
-from rlhf_kl.commands.final import model_card, write_final
+from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.samples import heldout_rows, sample_rows
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
@@ -25,6 +25,7 @@ from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.evaluate import Samples, distinct_2, figures_of, policy_samples
 from rlhf_kl.ppo.metrics import update_row
+from rlhf_kl.report.card import model_card
 from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
@@ -32,7 +33,7 @@ from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.types import RolloutBatch
-from rlhf_kl.ui import RunStatus, log
+from rlhf_kl.ui import log
 
 ROLLBACK_RAISE = 2.0  # of beta
 
@@ -74,12 +75,13 @@ class TrainLoop:
         self.run.begin()
         self.announce()
         kl = self.config.kl
-        with ui.live(RunStatus(self.config.updates, kl.target_value, kl.unit, self.run.next_step - 1)):
-            self.update_all()
+        table = ui.RunTable(self.config.updates, kl.target_value, kl.unit)
+        with ui.bar("update", self.config.updates, self.run.next_step - 1) as advance:
+            self.update_all(lambda row: advance(1, table.show(row)))
             return self.finish()
 
-    def update_all(self) -> None:
-        """The updates that are left."""
+    def update_all(self, show: Callable[[dict[str, Any]], None]) -> None:
+        """The updates that are left; each row is shown."""
         config, total = self.config, self.config.updates
         began = time.perf_counter()
         self.spare()
@@ -102,7 +104,7 @@ class TrainLoop:
             began = now
             # A policy with a broken number is no checkpoint.
             self.run.log(row, sound=not any(isinstance(event, UpdateSkipped | WeightsLost) for event in found))
-            ui.show_row(row)
+            show(row)
             for note in worded(found, notes=True):
                 log.info(f"update {step}: {note}")
             for alert in row["alerts"]:
@@ -113,7 +115,7 @@ class TrainLoop:
     def evaluate(self, step: int, events: list[Event]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
         sizes = f"{len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses"
-        with ui.waiting(f"evaluating on {sizes}"):
+        with ui.progress(f"evaluating on {sizes}"):
             figures, samples = evaluate_policy(self.config, self.setup, events, self.ranks, step)
         for row in samples:
             self.run.sample({"step": step} | row)
@@ -243,7 +245,7 @@ class TrainLoop:
         self.run.log(row)
         self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
-        with ui.waiting("writing final/"):
+        with ui.progress("writing final/"):
             write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
         closing = closing_figures([*rows, row], self.config.kl.unit)
         return self.run.finish(
@@ -267,7 +269,7 @@ class TrainLoop:
         The tilt is the best that any policy can do at that KL, so 1 is the limit.
         """
         scores = self.training.reference_scores
-        kl, shaped = (closing.get(name, (None, None))[1] for name in ("sequence_kl", "shaped_score"))
+        kl, shaped = (closing.get(name, (None, None))[1] for name in ("kl_sequence", "scores_shaped"))
         limit = None if kl is None else scores.most_gain(kl)
         return (shaped - scores.mean) / limit if limit and shaped is not None else None
 

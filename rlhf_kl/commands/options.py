@@ -81,6 +81,17 @@ def read_config(
     return config
 
 
+def numbers(option: str, text: str | None, least: float = 0.0) -> list[float]:
+    """Those of an option, with commas between them. Errors: InputError for one that is no number or below `least`."""
+    try:
+        values = [float(word) for word in (text or "").split(",") if word.strip()]
+    except ValueError:
+        values = []
+    if text is not None and (not values or any(value < least for value in values)):
+        raise InputError(f"{option} {text}: must be numbers from {least:g} on with commas between, such as 0.02,0.05")
+    return values
+
+
 def check_updates(updates: int | None, sets: Sequence[str] | None) -> None:
     """Errors: InputError if the number of updates is given twice."""
     if updates is not None and any(change.startswith("ppo.total_episodes") for change in sets or []):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.options import Json, Pickle, Plugins, Quiet, RemoteCode
+from rlhf_kl.commands.options import Json, Pickle, Plugins, Quiet, RemoteCode, numbers
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import stdout_width
 from rlhf_kl.ui import log
@@ -33,7 +33,8 @@ def scale(
     ] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=8, help="Held-out responses at each target.")] = 256,
     save: Annotated[
-        float | None, typer.Option(metavar="TARGET", help="Write the policy at this target: RUN/scaled-TARGET.")
+        float | None,
+        typer.Option(metavar="TARGET", min=1e-9, help="Write the policy at it: RUN/scaled-TARGET."),
     ] = None,
     as_json: Json = False,
     plugins: Plugins = False,
@@ -48,45 +49,30 @@ def scale(
     """
     from rlhf_kl.commands.stored import Permissions
 
-    asked = sorted({*_numbers(targets), *([save] if save is not None else [])})
-    if save is not None and not 0 < save < math.inf:
-        raise InputError(f"--save {save:g}: a KL target is above 0")
+    asked = sorted({*numbers("--targets", targets, 1e-9), *([save] if save is not None else [])})
     config, folder = Permissions(plugins, trust_remote_code, allow_pickle).opened(run, None, None)
     assert folder is not None
     if not folder.final.is_dir():
         raise InputError(f"{folder.path}: has not ended, so there is no final/ to scale")
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.heldout import HeldOut
-        from rlhf_kl.commands.report import write_scaled
         from rlhf_kl.kl_controllers import adjusts
+        from rlhf_kl.report.side_by_side import write_scaled
         from rlhf_kl.run.log import encode_json
 
-    held = HeldOut.load(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
+    held = HeldOut(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
     table = Scaled(held, samples)
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
     wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
     for target in sorted(wanted, key=lambda one: abs(math.log(one / table.rows[1.0]["kl"]))):  # each helps the next
         table.reach(target)
     document = table.to_json()
-    text = write_scaled(document, folder, config, stdout_width())
+    text = write_scaled(document, folder, config.run.name, stdout_width())
     print(encode_json(document, indent=2).decode() if as_json else text)
     if save is not None:
         place, kl = table.save(save, folder.path / f"scaled-{save:g}")
         log.info(f"{place} holds the policy at a KL of {kl:.3g} nats per {table.unit}")
-
-
-def _numbers(text: str | None) -> list[float]:
-    """Those of `--targets`. Errors: InputError."""
-    try:
-        values = [float(word) for word in text.split(",")] if text is not None else []
-    except ValueError:
-        values = [math.nan]
-    if not all(0 < value < math.inf for value in values):
-        raise InputError(
-            f"--targets {text}: must be KL targets above 0 with commas between them, such as 0.02,0.05,0.1"
-        )
-    return values
 
 
 def _rounded(value: float) -> float:
@@ -140,9 +126,9 @@ class Scaled:
         figures = joined(figures, found)
         if not self.reference:
             self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))
-        kl = figures[f"kl_{self.unit}"]
+        figures["standard_errors"]["kl"] = figures["standard_errors"][f"kl_{self.unit}"]
         texts = _median_texts(self.prompts.texts, own)
-        self.rows[share] = {"scale": share, "kl": kl, **figures, "texts": texts}
+        self.rows[share] = {"scale": share, "kl": figures[f"kl_{self.unit}"], **figures, "texts": texts}
 
     def reach(self, target: float) -> None:
         """Find the scale of a target: measure where its KL should be, until it is there or the tries are used up."""
@@ -184,8 +170,8 @@ class Scaled:
 
     def save(self, target: float, place: Path) -> tuple[Path, float]:
         """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
-        from rlhf_kl.commands.final import scaled_card
         from rlhf_kl.models.load import save_generation, save_model
+        from rlhf_kl.report.card import scaled_card
         from rlhf_kl.run.folder import write_folder
 
         if target not in self.scales:

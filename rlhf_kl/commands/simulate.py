@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_kl.commands.options import Set
+from rlhf_kl.commands.options import Set, numbers
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ def simulate(
     ] = None,
     sets: Set = None,
     kl: Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs: no policy is simulated.")] = None,
-    speed: Annotated[float, typer.Option(help="Policy: share of the way to its final KL in one update.")] = 0.2,
-    noise: Annotated[float, typer.Option(help="Policy: relative spread of a measured KL.")] = 0.05,
+    speed: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="Policy: share of the way to its final KL in one update.")
+    ] = 0.2,
+    noise: Annotated[float, typer.Option(min=0.0, help="Policy: relative spread of a measured KL.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Policy: seed of its noise.")] = 0,
     episodes: Annotated[int | None, typer.Option(min=1, help="Responses per update (64).")] = None,
     updates: Annotated[int | None, typer.Option(min=1, help="Updates to simulate (60).")] = None,
-    target: Annotated[float | None, typer.Option(help="Target KL in nats.")] = None,
+    target: Annotated[float | None, typer.Option(min=1e-9, help="Target KL in nats.")] = None,
     coef: Annotated[float | None, typer.Option(help="Starting beta.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list of rows.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw KL and beta.")] = None,
@@ -51,13 +53,7 @@ def simulate(
 
     if sets and config is None:
         raise InputError("--set changes a config: it needs --config")
-    if target is not None and not 0.0 < target < math.inf:
-        raise InputError(f"--target must be a finite number above 0: {target:g}")
-    if not 0.0 < speed <= 1.0:
-        raise InputError(f"--speed must be above 0 and at most 1: {speed:g}")
-    if not 0.0 <= noise < math.inf:
-        raise InputError(f"--noise must be a finite number from 0 on: {noise:g}")
-    kls = None if kl is None else _kls(kl)
+    kls = None if kl is None else numbers("--kl", kl)
     options: dict[str, Any] = {}
     total, length = None, None
     if config is not None:  # what the command line does not say
@@ -93,7 +89,7 @@ def simulate(
     if plot is not None:
         try:
             draw(rows, target, plot)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise InputError(f"--plot {plot}: {error}") from None
     if as_json:
         # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl
@@ -103,27 +99,18 @@ def simulate(
         _show(rows, target)
 
 
-def _kls(text: str) -> list[float]:
-    try:
-        kls = [float(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        kls = []
-    if not kls or any(kl < 0.0 for kl in kls):
-        raise InputError(f"--kl must be KLs in nats, 0 or more, with commas between: {text!r}")
-    return kls
-
-
 def _show(rows: list[SimulatedUpdate], target: float) -> None:
     from rlhf_kl.report.verdict import text_table
-    from rlhf_kl.simulate import conclusion, mark
+    from rlhf_kl.simulate import conclusion, in_range
 
     every = -(-len(rows) // MOST_ROWS)
     body = []
     for step, kl, coef, coef_next in rows:
         if step % every == 0 or step in (1, len(rows)):
             ratio = kl / target
-            body.append([str(step), f"{kl:.4f}", f"{ratio:.2f}", *mark(ratio), f"{coef:.4f}", f"{coef_next:.4f}"])
-    print(text_table(("update", "KL", "KL/target", "", "", "beta", "next beta"), body))
+            band = "in range" if in_range(ratio) else ""
+            body.append([str(step), f"{kl:.4f}", f"{ratio:.2f}", band, f"{coef:.4f}", f"{coef_next:.4f}"])
+    print(text_table(("update", "KL", "KL/target", "", "beta", "next beta"), body))
     if every > 1:
         print(f"(1 update in {every}; --json has all)")
     print("", *conclusion(rows, target), sep="\n")

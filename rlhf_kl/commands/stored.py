@@ -59,12 +59,10 @@ class Permissions:
         run = config.run.model_copy(update={name: True for name, allowed in names.items() if allowed})
         return config.model_copy(update={"run": run})
 
-    def refused(self, config: TrainConfig) -> tuple[list[str], list[str]]:
-        """The plugins that have no permission: those for scores, and those for gold scores."""
-        named = [plugin for plugin in plugins_of(config) if plugin.ref != GOLD]  # which is this program's own
-        found = {plugin.key: plugin.ref for plugin in named if plugin.key.startswith("reward.")}
-        gold = found.pop("reward.gold", None)
-        return ([], []) if self.plugins else (list(found.values()), [gold] if gold else [])
+    def refused(self, config: TrainConfig) -> list[str]:
+        """The plugins for scores and gold that have no permission, but for gold of this program's own."""
+        named = [plugin.ref for plugin in plugins_of(config) if plugin.key.startswith("reward.") and plugin.ref != GOLD]
+        return [] if self.plugins else list(dict.fromkeys(named))
 
 
 def of_a_run(**given: object) -> list[str]:

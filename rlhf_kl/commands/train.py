@@ -49,7 +49,7 @@ def train(
     """Train a policy with PPO and keep its KL to the reference at the target."""
     settings = read_config("train", config, set_, output_dir, seed, updates)
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.loop import run_train
         from rlhf_kl.report.texts import TITLE, answers, held_out_texts
         from rlhf_kl.run.log import encode_json
@@ -76,7 +76,7 @@ def supervised(
     kind: Any = context.info_name
     settings = read_config(kind, config, set_, output_dir, seed)
     ui.start(quiet)
-    with ui.waiting("loading torch"):
+    with ui.progress("loading torch"):
         from rlhf_kl.commands.supervised import run_supervised
 
     if summary := train_command(run_supervised, settings, resume=resume, overwrite=overwrite, merge=merge):
@@ -90,7 +90,7 @@ def train_command(
 
     Of several processes the first one writes the folder; the others give {}.
     """
-    from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, joined, on_this_machine, pick_device
+    from rlhf_kl.build.machine import joined, on_this_machine, pick_device
     from rlhf_kl.commands.final import merge_final, require_adapter
     from rlhf_kl.memory import keep_freed_memory
     from rlhf_kl.run.log import check_installed
@@ -115,10 +115,6 @@ def train_command(
             log.warning(
                 f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({config.run.dtype})"
             )
-        if ranks.writes and run.finished is None and (slowdown := bfloat16_slowdown(config.run)) > SLOWER:
-            log.warning(
-                f"run.dtype: products in bfloat16 take {slowdown:.1f} times as long here as in float32: write float32"
-            )
         summary = work(config, run) if run.finished is None else run.finished
     if merge and ranks.writes:
         merge_final(config)
@@ -139,7 +135,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",
-        "score": figures.get("score"),
+        "score": figures.get("scores"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
         "true score (gold)": figures.get("gold"),
@@ -149,7 +145,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     }
     return {name: text for name, text in shown.items() if text is not None}, [
         f"{shell_command()} report {place}",
-        f"{shell_command()} eval --run {place}{' --plugins' if any(Permissions().refused(config)) else ''}",
+        f"{shell_command()} eval --run {place}{' --plugins' if Permissions().refused(config) else ''}",
         f"{shell_command('tensorboard')} --logdir {place}",
         f"{place}/samples.jsonl  responses, token by token",
         f"{place}/final          the policy",
@@ -158,19 +154,9 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
 
 def supervised_closing(summary: dict[str, Any], config: SFTConfig | RewardModelConfig) -> Closing:
     """Figures and next steps after `sft` and `reward-model`, as `train_closing`."""
-    from rlhf_kl.supervised.figures import sketch
-
-    final = summary["final"]
     figures: dict[str, object] = {"steps": f"{summary['steps']} in {duration(summary['seconds'])}"}
-    figures |= {
-        f"held-out {key.removeprefix('eval/').replace('_', ' ')}": f"{value:.3f}"
-        for key, value in final.items()
-        if key.startswith("eval/")
-    }
-    histogram = summary.get("heldout", {}).get("histogram", {})
-    for name, counts in histogram.items():
-        if name != "edges":
-            low, high = histogram["edges"][0], histogram["edges"][-1]
-            figures[f"scores, {name}"] = f"{low:.2f} [{sketch(counts)}] {high:.2f}"
+    for key, value in summary["final"].items():
+        if key.startswith("eval/"):
+            figures[f"held-out {key.removeprefix('eval/').replace('_', ' ')}"] = f"{value:.3f}"
     place = short_path(config.run.output_dir)
     return figures, [f"{shell_command('tensorboard')} --logdir {place}", f"{place}/final  the model"]

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_kl.kl_controllers.held import BAND
 from rlhf_kl.report.compare import Comparison, Variant
-from rlhf_kl.report.drawing import ORDERED, Axes, Chart, Line, colour, log_if_wide, marks, with_values
+from rlhf_kl.report.drawing import ORDERED, Chart, Line, log_if_wide, marks, with_values
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep, recommend
+from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep
 from rlhf_kl.report.verdict import outcome
 from rlhf_kl.text import format_number, format_percent, read_number
 
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
-TARGETS = "Each target stands at the √KL that was reached."
 ROOT_KL = "√KL, nats per response"
-BETAS = (0.0, 0.05, 0.1, 0.2, 0.5)  # of the total-reward lines of a run
 
 
 class Style(NamedTuple):
@@ -33,17 +30,13 @@ class Style(NamedTuple):
 
 
 def variant_styles(comparison: Comparison) -> dict[str, Style]:
-    """A hue of the ordered scale for every family, a dash for every member; one large family gets the whole scale."""
-    families = list(comparison.families.values())
-    if len(families) == 1 and len(families[0]) > len(DASHES):
-        families = [[variant] for variant in sorted(families[0], key=lambda variant: variant.constant_coef or 0.0)]
-    styles, used = {}, Counter[str]()
-    for i, members in enumerate(families):
-        tint = ORDERED[i * len(ORDERED) // len(families)]
-        for variant in members:
-            styles[variant.name] = Style(tint, DASHES[used[tint] % len(DASHES)], MARKERS[used[tint] % len(MARKERS)])
-            used[tint] += 1
-    return styles
+    """A hue of the ordered scale for every variant; of many variants some share a hue, with another dash."""
+    names = [variant.name for variant in comparison.variants]
+    hues = [ORDERED[i * len(ORDERED) // len(names)] for i in range(len(names))] if len(names) < 7 else ORDERED
+    return {
+        name: Style(hues[i % len(hues)], DASHES[i // len(hues) % len(DASHES)], MARKERS[i % len(MARKERS)])
+        for i, name in enumerate(names)
+    }
 
 
 # ---- one run
@@ -51,29 +44,21 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
 
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
-    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run), _total_reward_of(run)])
+    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run)])
 
 
 def _kl(run: RunResult) -> Chart:
-    """KL with its target, the band around it, the ceiling and the alerts, and its largest value."""
+    """KL with its target, the band around it, the ceiling and the alerts."""
     x, y = run.series(f"kl/{run.unit}")
-    target, largest = run.config.kl.target_value, run.series(f"kl/max_{run.unit}")
-    floor = max(1e-6, min([target, *y[len(y) // 3 :]]) / 5) if largest[0] else -math.inf  # of the log scale
-    alerts = [(x, max(y, floor)) for row, x, y in zip(run.updates, x, y, strict=False) if row.get("alerts")]
-    lines = [
-        Line("mean", "kl", x, y),
-        Line(f"largest of a {run.unit}", "kl", *largest, dash=DASHES[2]),
-        marks("alert", "alert", *_columns(alerts), "^"),
-    ]
-    caption = f"The band is the target ± {100 * BAND:g} %."
+    target = run.config.kl.target_value
+    alerts = [(x, y) for row, x, y in zip(run.updates, x, y, strict=False) if row.get("alerts")]
     return Chart(
         "kl",
         f"KL to the reference, per {run.unit}",
         f"nats per {run.unit}",
-        lines,
-        caption + (f" Dotted: the {run.unit} with the largest KL in each batch, on a log scale." if largest[0] else ""),
-        log="y" if largest[0] else log_if_wide(target, max(y, default=0.0)),
-        ylim=(0.8 * floor, 2 * max(largest[1])) if largest[0] else None,
+        [Line("mean", "kl", x, y), marks("alert", "alert", *_columns(alerts), "^")],
+        f"The band is the target ± {100 * BAND:g} %.",
+        log=log_if_wide(target, max(y, default=0.0)),
         target=target,
         ceiling=read_number(run.updates[-1], "kl/ceiling") if run.updates else None,
     )
@@ -112,28 +97,19 @@ def _beta(run: RunResult) -> Chart:
     return Chart("beta", "Beta, the KL coefficient", "beta", [Line("beta", "beta", x, beta)], caption, log=log)
 
 
-def _total_reward_of(run: RunResult) -> Chart | None:
-    gains, gold = (run.gains_by_kl(f"objective/{name}") for name in ("scores_shaped", "gold"))
-    return _total_reward("Updates of this run, means of five", gains, BETAS, gold) if gains else None
-
-
-def _total_reward(
-    points: str, gains: Sequence[tuple[float, float]], betas: Sequence[float], gold: Sequence[tuple[float, float]] = ()
-) -> Chart:
+def _total_reward(gains: Sequence[tuple[float, float]], betas: Sequence[float]) -> Chart:
     """Score gain - beta * KL over KL, a line for each beta: where a line is highest, that beta leads.
 
-    gains, gold: (KL of a response in nats, gain over the reference), in any order. points: what they are.
+    gains: (KL of a response in nats, gain over the reference) of the variants, in any order.
     """
-    lines = [Line("true score (gold)", "gold", *_columns(sorted(gold)))]
+    lines = []
     for i, beta in enumerate(betas):
         totals = [(kl, gain - beta * kl) for kl, gain in sorted(gains)]
         tint, best = ORDERED[i * len(ORDERED) // len(betas)], max(totals, key=lambda point: point[1])
         lines += [Line(f"beta {beta:.2g}", tint, *_columns(totals)), marks("", tint, [best[0]], [best[1]], "D")]
-    caption = f"{points}. Diamond: the highest total of a beta. A score that rises while gold falls is exploited."
-    return Chart(
-        "total-reward", "Total reward against KL", "score gain - beta · KL", lines, caption,
-        xlabel="KL, nats per response", folded=True,
-    )  # fmt: skip
+    caption = "Ends of the variants, means over seeds. Diamond: the highest total of a beta."
+    title, label = "Total reward against KL", "KL, nats per response"
+    return Chart("total-reward", title, "score gain - beta · KL", lines, caption, xlabel=label)
 
 
 # ---- a comparison
@@ -175,7 +151,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
         pairs = [(v.mean("kl_sequence"), v.mean("score_gain")) for v in sweep]
         ends = [(kl, gain) for kl, gain in pairs if kl is not None and gain is not None]
         betas = [variant.constant_coef or 0.0 for variant in sweep]
-        total = _total_reward("Ends of the variants, means over seeds", [(0.0, 0.0), *ends], betas) if ends else None
+        total = _total_reward([(0.0, 0.0), *ends], betas) if ends else None
         charts += [_kl_over_beta(sweep, variant_styles(comparison)), total]
     return with_values(charts)
 
@@ -231,45 +207,36 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
 
 
 def target_charts(sweep: Sweep | None) -> list[Chart]:
-    """Score and gold, and what they cost, over sqrt(KL), a point for each target; empty without a sweep."""
-    advice = recommend(sweep)
-    if sweep is None or advice is None:
+    """Score and gold, and what they cost, by KL target; empty without a sweep."""
+    if sweep is None:
         return []
-    points = [(math.sqrt(max(0.0, kl)), p) for p in sweep.points if (kl := p.figures["kl"][0]) is not None]
-    xs = [x for x, _ in points]
-    marked = [x for x, point in points if point.target == advice.target]
 
     def line(name: str, label: str, tint: str) -> Line:
-        known = [(x, mean, error or 0.0) for x, p in points for mean, error in [p.figures[name]] if mean is not None]
-        low, high = [m - error for _, m, error in known], [m + error for _, m, error in known]
+        points = [(point.target, *point.figures[name]) for point in sweep.points]
+        known = [(x, mean, error or 0.0) for x, mean, error in points if mean is not None]
+        low, high = [mean - error for _, mean, error in known], [mean + error for _, mean, error in known]
         return Line(label, tint, *_columns([(x, mean) for x, mean, _ in known]), low, high, marker="o")
 
-    def levels(name: str, limit: float) -> list[Line]:
-        level = sweep.reference[name]
-        ends = [xs[0], xs[-1]] if level is not None else []
-        named = (("reference", "muted", level or 0.0), ("limit", "alert", limit * (level or 0.0)))
-        return [Line(label, tint, ends, [y] * len(ends), dash=DASHES[1], marker="") for label, tint, y in named]
+    def level(name: str, factor: float, label: str, tint: str) -> Line:
+        value = sweep.reference[name]
+        ends = [sweep.points[0].target, sweep.points[-1].target] if value is not None else []
+        return Line(label, tint, ends, [factor * (value or 0.0)] * len(ends), dash=DASHES[1], marker="")
 
-    def draw(axes: Axes) -> None:
-        room = (xs[-1] - xs[0]) / 12  # of a tick's label
-        ticks = [i for i, x in enumerate(xs) if all(later - x >= room for later in xs[i + 1 :])]
-        axes.set_xticks([xs[i] for i in ticks], [f"{points[i][1].target:g}" for i in ticks])
-        for x in marked:
-            axes.axvline(x, color=colour("kl"), linewidth=0.9, linestyle=DASHES[2], zorder=0.8)
+    def levels(name: str, limit: float) -> list[Line]:
+        return [level(name, 1.0, "reference", "muted"), level(name, limit, "limit", "alert")]
 
     score, gold = line("scores", "score", "score"), line("gold", "true score (gold)", "gold")
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
     forgetting = line("forgetting", "forgetting", "perplexity")
-    caption = [sweep.note, TARGETS, *["Dotted: the target below the first limit."] * bool(marked)]
     panels = [
-        ("Score by KL target", "score", [score, gold], " ".join(caption)),
+        ("Score by KL target", "score", [score, gold], sweep.note),
         ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),
         ("Forgetting", "nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
         ("Distinct word pairs", "share of all", [pairs, *levels("distinct_2", PAIRS)], "Of held-out responses."),
     ]
     label = f"KL target, nats per {sweep.unit}"
     return with_values(
-        Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], words, xlabel=label, more=draw)
+        Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], words, xlabel=label, log="x")
         for i, (title, unit, lines, words) in enumerate(panels)
     )
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -35,8 +34,12 @@ class Variant:
     """Runs that differ only in their seed."""
 
     name: str
-    family: str  # variants that differ only in their (starting) beta
     runs: dict[int, RunResult]  # by seed
+
+    @property
+    def family(self) -> str:
+        """Its name without the number at the end: static-0.1x and static-10x are one family."""
+        return re.sub(r"[-_ ]?\d[\d.]*x?$", "", self.name) or self.name
 
     @property
     def config(self) -> TrainConfig:
@@ -129,10 +132,9 @@ class Comparison:
 
     @property
     def sweep(self) -> list[Variant]:
-        """The largest family of at least three constant betas, by beta; empty without one."""
-        families = [f for f in self.families.values() if len(f) > 2 and all(variant.constant_coef for variant in f)]
-        largest: list[Variant] = max(families, key=len, default=[])
-        return sorted(largest, key=lambda variant: variant.constant_coef or 0.0)
+        """The variants with a constant beta above 0, by beta; empty for fewer than three."""
+        constant = [variant for variant in self.variants if variant.constant_coef]
+        return sorted(constant, key=lambda variant: variant.constant_coef or 0.0) if len(constant) > 2 else []
 
     @property
     def by_target(self) -> list[Variant]:
@@ -198,42 +200,17 @@ def read_comparison(paths: Sequence[Path], names: Mapping[Path, str] | None = No
         by_seed = variants.setdefault(name, {})
         if (other := by_seed.setdefault(run.seed, run)) is not run:
             raise InputError(f"{other.path} and {run.path} are the same run: {name}, seed {run.seed}")
-    families = _families({name: next(iter(members.values())).config for name, members in variants.items()})
-    compared = [Variant(name, families[name], dict(sorted(members.items()))) for name, members in variants.items()]
+    compared = [Variant(name, dict(sorted(members.items()))) for name, members in variants.items()]
     return Comparison(compared, _notes(compared))
 
 
 def _variant_name(run: RunResult, variants: Mapping[str, Mapping[int, RunResult]]) -> str:
     """The variant whose config differs only in the seed, else a new name from the folder's name."""
     for name, members in variants.items():
-        other = next(iter(members.values()))
-        if not _diff(run.config, other.config):
+        if not _diff(run.config, next(iter(members.values())).config):
             return name
-    return _free_name(re.sub(r"-s\d+$", "", run.path.resolve().name), variants)
-
-
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
-    numbered = (f"{name}-{i}" for i in range(2, len(taken) + 3))
-    return next(label for label in (name, *numbered) if label not in taken)
-
-
-def _families(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
-    """Variant -> family: a single name, the shared start of several, or their first member's controller."""
-    families: list[list[str]] = []
-    for name, config in configs.items():
-        for family in families:
-            lines = config_diff(configs[family[0]], config)
-            if all(line.startswith((*NOT_THE_RUN, "kl.controller.coef")) for line in lines):
-                family.append(name)
-                break
-        else:
-            families.append([name])
-    labels: dict[str, list[str]] = {}
-    for family in families:
-        shared = commonprefix(family)  # noqa: RUF071 -- names, not paths
-        label = family[0] if len(family) == 1 else re.sub(r"[-_. \d]+$", "", shared)
-        labels[_free_name(label or configs[family[0]].kl.controller.kind, labels)] = family
-    return {name: label for label, family in labels.items() for name in family}
+    name = re.sub(r"-s\d+$", "", run.path.resolve().name)
+    return name if name not in variants else f"{name}-{len(variants) + 1}"
 
 
 def _notes(variants: Sequence[Variant]) -> list[str]:
@@ -250,7 +227,7 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
         if missing := sorted(seeds - set(variant.runs)):
             notes.append(f"{variant.name}: seed {', '.join(map(str, missing))} missing")
     notes += [f"{run.path.name}: {note}" for run in runs for note in run.notes]
-    paced = {v.name: _is_paced(v.config) for v in variants if v.config.ppo.lr_schedule == "adaptive"}
+    paced = {v.name: adjusts(v.config.kl.controller.kind) for v in variants if v.config.ppo.lr_schedule == "adaptive"}
     if len(set(paced.values())) > 1:
         free = ", ".join(name for name, is_paced in paced.items() if not is_paced)
         notes.append(
@@ -262,10 +239,6 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
         if changed := _scale_diff(first, other):
             notes.append(f"scores of {first.name} and {other.name} are not comparable at equal KL: {changed[0]}")
     return notes
-
-
-def _is_paced(config: TrainConfig) -> bool:
-    return adjusts(config.kl.controller.kind)
 
 
 def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:

@@ -68,17 +68,17 @@ def verdict_text(figures: Mapping[str, Any]) -> str:
 
 
 CLOSING = {
-    "score": "objective/scores", "shaped_score": "objective/scores_shaped", "gold": "objective/gold",
-    "sequence_kl": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
-    "perplexity": "eval/perplexity", "forgetting": "eval/forward_kl_token",
+    "scores": "objective/scores", "scores_shaped": "objective/scores_shaped", "gold": "objective/gold",
+    "kl_sequence": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
+    "perplexity": "eval/perplexity", "forgetting": "eval/forward_kl_token", "distinct_2": "eval/distinct_2",
 }  # fmt: skip
 
 
 def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> dict[str, StartEnd]:
     """Start and end of each figure that was measured: the first update, and the mean of the last ten (`end`).
 
-    rows: those of all updates, and of the closing evaluation. What only evaluations measure (`perplexity`,
-    `forgetting`): the first and the last evaluation. unit: of `kl`.
+    rows: those of all updates, and of the closing evaluation. What only evaluations measure (`eval/*`): the first and
+    the last evaluation. unit: of `kl`.
     """
 
     def numbers(some: Sequence[Mapping[str, Any]], key: str) -> list[float]:

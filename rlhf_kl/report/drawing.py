@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -68,7 +68,6 @@ class Line(NamedTuple):
     high: Sequence[float] = ()
     dash: Any = "solid"
     marker: str | None = None  # default: a dot where there are few points
-    size: float = 3.2  # of the marker
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,11 @@ class Chart:
     ylim: tuple[float, float] | None = None
     target: float | None = None  # a KL, drawn with the band around it
     ceiling: float | None = None
-    more: Callable[[Axes], object] | None = None  # draws what this chart alone has
-    folded: bool = False  # on a page under "more"
 
 
-def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o", size: float = 5.5) -> Line:
+def marks(label: str, tint: str, x: Sequence[float], y: Sequence[float], marker: str = "o") -> Line:
     """Single points."""
-    return Line(label, tint, x, y, dash="none", marker=marker, size=size)
+    return Line(label, tint, x, y, dash="none", marker=marker)
 
 
 def log_if_wide(low: float, high: float) -> str:
@@ -125,21 +122,18 @@ def thin(values: Sequence[float]) -> list[float]:
 # ---- files and pages
 
 
-def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "", footer: str = "") -> None:
+def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "") -> None:
     """Charts side by side under a heading, on white; a single one is legible at the width of a phone.
 
     The format is that of the path's suffix.
     """
     rows = -(-len(charts) // columns)
-    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading) + 0.3 * bool(footer)
+    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading)
     width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
     with _picture_style(size):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-        left, note = {"x": 0.02, "ha": "left"}, {"fontsize": size * 0.9, "color": colour("muted")}
         if heading:
-            figure.suptitle(heading, fontsize=size * 1.12, fontweight="bold", **left)
-        if footer:
-            figure.supxlabel(footer, **note, **left)
+            figure.suptitle(heading, fontsize=size * 1.12, fontweight="bold", x=0.02, ha="left")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel in panels[len(charts) :]:
             panel.set_visible(False)
@@ -148,8 +142,10 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
             if legend := panel.get_legend():
                 legend.set_in_layout(False)  # a wide one does not push the panels apart
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
-            place = {"xytext": (0, pad), "xycoords": "axes fraction", "textcoords": "offset points"}
-            panel.annotate(chart.subtitle, (0, 1), **place, **note, in_layout=False)
+            panel.annotate(
+                chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
+                fontsize=size * 0.9, color=colour("muted"), in_layout=False,
+            )  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI)
@@ -195,7 +191,8 @@ def _draw(chart: Chart, axes: Axes) -> int:
             axes.errorbar(x, y, errors, fmt="none", ecolor=colour(line.tint), elinewidth=1.0, capsize=2.5)
         elif low:
             axes.fill_between(x, low, high, color=colour(line.tint), alpha=0.13, linewidth=0, zorder=1.5)
-        axes.plot(x, y, color=colour(line.tint), ls=line.dash, marker=marker, markersize=line.size, label=line.label)
+        size = 5.5 if line.dash == "none" else 3.2
+        axes.plot(x, y, color=colour(line.tint), ls=line.dash, marker=marker, markersize=size, label=line.label)
     if chart.ylim is not None:
         axes.set_ylim(chart.ylim)
     elif "y" not in chart.log:
@@ -204,8 +201,6 @@ def _draw(chart: Chart, axes: Axes) -> int:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     for name in chart.log:
         _plain_log_ticks(axes.xaxis if name == "x" else axes.yaxis)
-    if chart.more is not None:
-        chart.more(axes)
     names = len(axes.get_legend_handles_labels()[1])
     if names < 2:  # the title says it
         return 0

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -16,140 +14,51 @@ from markupsafe import Markup
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.kl_controllers import held
 from rlhf_kl.report import control
-from rlhf_kl.report.charts import compare_charts, held_charts, run_charts, target_charts, variant_styles
-from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.control import verdict_text
-from rlhf_kl.report.drawing import Chart, css, svg
-from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.sweep import scale_table, sweep_of, sweep_of_scaled
-from rlhf_kl.report.texts import across, text_figures
-from rlhf_kl.report.verdict import figures_table
+from rlhf_kl.report.drawing import Chart, css, save_sheet, svg
+from rlhf_kl.report.run import RunResult, read_run
+from rlhf_kl.report.texts import text_figures
+from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
 
-HOTTEST = (0.5, 4.0)  # nats: lower and upper bound of the KL that gets the full colour
+HOTTEST = 2.0  # nats of a token that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
 BADGES = {"held": "good", "late": "late", "missed": "bad"}  # verdict -> class of the badge
-TABLE_NOTE = (
-    f"KL, score and gold: mean of the last {held.END} updates; perplexity: of held-out texts at the end; means over "
-    f"seeds ± one standard deviation. Held: off by at most {held.HELD_ERROR:.1%} on average in the second half, and "
-    f"within {held.BAND:.0%} in {held.HELD_SHARE:.0%} of the updates from {held.BAND_FROM} on. Scores at "
-    "equal KL: by seed, read from a curve over √KL through the reference and the ends of a family's runs; the interval "
-    "covers the spread over seeds and the gaps of the curve."
-)
 
-TEXTS = "Two responses of median score at each target"
-PROMPT = 160  # characters of a prompt that are shown, its end
-SCALE_NOTE = (
-    "The policy at a scale s has the reference's weights plus s times what training added to them. Each row is "
-    "measured on the scaled policy's own held-out responses. KL is exact. ±: one standard error."
-)
+
+def write_report(path: Path, refresh: int | None = None) -> RunResult:
+    """Read the run at `path` and write its report.html and report.png. Errors: InputError."""
+    run = read_run(path)
+    write_atomic(run.report, report_page(run, refresh if run.status == "unfinished" else None))
+    if charts := run_charts(run):
+        save_sheet(charts, RunFolder(path).picture, columns=2, heading=run.name)
+    return run
 
 
 def report_page(run: RunResult, refresh: int | None = None) -> str:
     """The report of one run. `refresh`: seconds after which a browser reads it again."""
-    texts = run.texts
-    rows = [*run.samples, *(text for each in texts for text in each["policy"])]
-    tokens = [token for row in rows for token in row.get("tokens") or ()]
-    hottest = min(HOTTEST[1], max([HOTTEST[0], *(read_number(token, "kl") or 0.0 for token in tokens)]))
-    steps, samples = sorted({row["step"] for row in run.samples}), []
-    for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
-        heading = f"{'After' if step == steps[-1] and len(steps) > 1 else 'Before'}: update {step}"
-        samples.append((heading, [_sample(row, hottest) for row in run.samples if row["step"] == step]))
-    charts, verdict = run_charts(run), run.figures["verdict"]
-    return _render(
+    verdict = run.figures["verdict"]
+    return render(
         "report.html",
         refresh=refresh,
         name=run.name,
         badge=(BADGES.get(verdict, ""), verdict_text(run.figures)) if run.status == "finished" else ("", run.status),
         subtitle=_subtitle(run),
-        largest=_largest(run),
+        cards=_cards(run),
         closing_note=control.closing_note(len(run.updates)),
-        figures=_figures(run),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
-        charts=[_chart(chart) for chart in charts if not chart.folded],
-        more=[_chart(chart) for chart in charts if chart.folded],
-        hottest=format_number(hottest, 2),
-        texts=[(each["prompt"], _texts(run, each, hottest)) for each in texts],
-        samples=samples,
+        charts=[render_chart(chart) for chart in run_charts(run)],
+        hottest=f"{HOTTEST:g}",
+        texts=[(each["prompt"], _texts(run, each)) for each in run.texts],
         command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
         versions=" · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items()),
         config=dump_config(run.config),
     )
 
 
-def compare_page(comparison: Comparison, name: str, verdict: Sequence[str], folder: Path) -> str:
-    """The page of a comparison, for this folder."""
-    runs, seeds = [run for v in comparison.variants for run in v.runs.values()], len(comparison.seeds)
-    counts = {"variant": len(comparison.variants), "seed": seeds, "run": len(runs)}
-    subtitle = " · ".join(f"{count} {thing}{'s' * (count > 1)}" for thing, count in counts.items())
-    if comparison.target is not None:
-        subtitle += f" · KL target {comparison.target:g} nats per {comparison.unit}"
-    links: dict[str, list[tuple[int, str]]] = {}
-    for variant in comparison.variants:
-        for seed, run in variant.runs.items():
-            if run.report.is_file():
-                links.setdefault(variant.name, []).append((seed, quote(os.path.relpath(run.report, folder))))
-    return _render(
-        "compare.html",
-        refresh=None,
-        name=name,
-        subtitle=subtitle,
-        verdict=verdict,
-        notes=comparison.notes,
-        texts_title="The same prompt",
-        texts=[found] if (found := compared_texts(comparison)) else [],
-        held=[_chart(chart) for chart in held_charts(comparison)],
-        targets=[_chart(chart) for chart in target_charts(sweep_of(comparison))],
-        table=figures_table(comparison),
-        tints={name: style.tint for name, style in variant_styles(comparison).items()},
-        table_note=TABLE_NOTE,
-        charts=[_chart(chart) for chart in compare_charts(comparison)],
-        links=list(links.items()),
-    )
-
-
-def scale_page(document: Mapping[str, Any], name: str, verdict: Sequence[str]) -> str:
-    """The page of `rlhf-kl scale`."""
-    return _render(
-        "compare.html",
-        refresh=None,
-        name=f"{name}, scaled",
-        subtitle=f"One run at other KL targets · {document['samples']} held-out responses at each",
-        verdict=verdict,
-        notes=[],
-        texts_title=TEXTS if document["reference"]["scores"] is not None else "Two responses at each target",
-        texts=scaled_texts(document),
-        held=[],
-        targets=[_chart(chart) for chart in target_charts(sweep_of_scaled(document))],
-        table=scale_table(document),
-        tints={},
-        table_note=SCALE_NOTE,
-        charts=[],
-        links=[],
-    )
-
-
-def scaled_texts(document: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """For each target a heading, and prompt, figures and response of median score."""
-    return [
-        (
-            f"KL target {row['target']:g} (scale {row['scale']:.2f})",
-            [(safe_text(text["prompt"].strip()[-PROMPT:]), _text_figures(text), text["text"]) for text in row["texts"]],
-        )
-        for row in document["rows"]
-    ]
-
-
-def compared_texts(comparison: Comparison) -> tuple[str, list[tuple[str, str, str]]] | None:
-    """A held-out prompt, and who answers, figures and text: of the reference, and of each variant's first seed."""
-    found = across({v.name: next(iter(v.runs.values())).path for v in comparison.variants})
-    answers = {"reference": found["reference"], **found["policies"]} if found else {}
-    answered = [(name, _text_figures(text), text["text"]) for name, text in answers.items()]
-    return (found["prompt"], answered) if found else None
-
-
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """A template's page. Text of a run is escaped, and control characters in it are shown as text."""
 
     def finalize(value: Any) -> Any:
@@ -162,45 +71,37 @@ def _render(template: str, **values: Any) -> str:
     return pages.get_template(template).render(colours=Markup(css()), script=script, version=version, **values)
 
 
-def _chart(chart: Chart) -> dict[str, Any]:
+def render_chart(chart: Chart) -> dict[str, Any]:
+    """For the template."""
     return {"title": chart.title, "svg": Markup(svg(chart)), "caption": chart.caption or chart.subtitle}
 
 
 # ---- the figures of a run
 
 
-def _largest(run: RunResult) -> list[tuple[str, str, str, str]]:
-    """Colour, name, value and note of what is asked first: KL over target, and score and perplexity from the start."""
-    figures, closing = run.figures, run.closing
-    cards = []
-    if figures["kl"] is not None:
-        note = f"{format_number(figures['kl'])} of {figures['target']:g} nats per {run.unit}"
-        cards.append(("kl", "KL over target", f"{figures['kl'] / figures['target']:.2f}", note))
-    gold = f"true score (gold) {control.start_to_end(closing['gold'])}" if "gold" in closing else ""
-    cost = (
-        "" if (part := figures["perplexity_cost"]) is None else f"{format_percent(part, signed=True)} on the reference"
-    )
-    for key, name, note in (("score", "Score", gold), ("perplexity", "Held-out perplexity", cost)):
-        if key in closing:
-            cards.append((key, name, control.start_to_end(closing[key]), note))
-    return cards
-
-
-def _figures(run: RunResult) -> list[tuple[str, str, str]]:
-    """Name, value and note of the other figures, without those that were not measured."""
+def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
+    """Colour, name, value and note of each figure that was measured; those that are asked first have a colour."""
     figures, closing = run.figures, {name: control.start_to_end(pair) for name, pair in run.closing.items()}
-    ended = format_percent(run.end("rollout/eos_rate"))
+    kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
+    gold = f"true score (gold) {closing['gold']}" if "gold" in closing else ""
+    share = format_percent(read_number(run.summary, "tilt_share"))
     cards = [
-        ("Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
-        ("Time in band", format_percent(figures["time_in_band"]),
+        ("kl", "KL over target", format_number(None if kl is None else kl / target),
+         f"{format_number(kl)} of {target:g} nats per {run.unit}"),
+        ("score", "Score", closing.get("scores", "-"), gold),
+        ("perplexity", "Held-out perplexity", closing.get("perplexity", "-"),
+         f"{format_percent(cost, signed=True)} on the reference" if cost is not None else ""),
+        ("", "Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
+        ("", "Time in band", format_percent(figures["time_in_band"]),
          f"within ±{held.BAND:.0%}, from update {held.BAND_FROM}"),
-        ("Peak KL over target", format_number(figures["peak"]), ""),
-        ("Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
-        ("Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
-        ("Score gain", format_percent(read_number(run.summary, "tilt_share")), "of the largest possible at this KL"),
-        ("Response length", closing.get("length", "-"), f"tokens; {ended} end by themselves"),
+        ("", "Peak KL over target", format_number(figures["peak"]), ""),
+        ("", "Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
+        ("", "Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
+        ("", "Score gain", share, "of the largest possible at this KL"),
+        ("", "Response length", closing.get("length", "-"),
+         f"tokens; {format_percent(run.end('rollout/eos_rate'))} end by themselves"),
     ]  # fmt: skip
-    return [card for card in cards if card[1] != "-"]
+    return [card for card in cards if card[2] != "-"]
 
 
 def _subtitle(run: RunResult) -> str:
@@ -213,42 +114,30 @@ def _subtitle(run: RunResult) -> str:
     return " · ".join(parts)
 
 
-# ---- samples
+# ---- texts
 
 
-def _text_figures(text: Mapping[str, Any]) -> str:
+def response_figures(text: Mapping[str, Any]) -> str:
+    """Score, gold and KL in words."""
     return " · ".join(text_figures(text, "KL {} nats per response"))
 
 
-def _texts(run: RunResult, texts: Mapping[str, Any], hottest: float) -> list[tuple[str, str, Any]]:
+def _texts(run: RunResult, texts: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     """Heading, figures and tokens of the answers to a held-out prompt: before, on the way, after."""
     policy = texts["policy"]
     chosen = {id(text): text for text in (policy[0], policy[len(policy) // 2], policy[-1])}
     names = {1: "Before (the start)", len(run.updates) + 1: "After"}
     return [
-        (names.get(text["step"], f"Update {text['step']}"), _text_figures(text), _tokens(text, hottest))
+        (names.get(text["step"], f"Update {text['step']}"), response_figures(text), list(map(_token, text["tokens"])))
         for text in chosen.values()
     ]
 
 
-def _tokens(text: Mapping[str, Any], hottest: float) -> list[dict[str, str]]:
-    return [_token(token, hottest) for token in text["tokens"]]
-
-
-def _sample(row: Mapping[str, Any], hottest: float) -> dict[str, Any]:
-    """A response for the template, with a line of its figures."""
-    heading = [_text_figures(row), f"{len(row['tokens'])} tokens"]
-    heading += [f"{name}: {value}" for name, value in (row.get("columns") or {}).items()]
-    if row.get("chosen") == "largest kl":  # not a typical one
-        heading.append("selected for its large KL")
-    return {"heading": " · ".join(heading), "prompt": row["prompt"], "tokens": _tokens(row, hottest)}
-
-
-def _token(token: Mapping[str, Any], hottest: float) -> dict[str, str]:
+def _token(token: Mapping[str, Any]) -> dict[str, str]:
     """A token with its colour and the text for the pointer."""
     logprob, ref, kl = (read_number(token, key) for key in ("logprob", "ref_logprob", "kl"))
     blanks = safe_text(token["text"]).replace(" ", "␣") or "∅"
-    opacity = STRONGEST * min(1.0, max(0.0, kl or 0.0) / hottest)
+    opacity = STRONGEST * min(1.0, max(0.0, kl or 0.0) / HOTTEST)
     return {
         "text": token["text"] or "∅",
         "tip": f"{blanks}  log π {format_number(logprob)}, log ref {format_number(ref)}, KL {format_number(kl)}",

@@ -1,4 +1,4 @@
-"""Reads a run from its folder: config, updates, evaluations, samples, figures, and notes on gaps."""
+"""Reads a run from its folder: config, updates, evaluations, texts, figures, and notes on gaps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.kl_controllers import held
 from rlhf_kl.report import control
-from rlhf_kl.report.texts import HELD_OUT, held_out_texts
+from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number
@@ -31,7 +31,6 @@ class RunResult:
     config: TrainConfig
     updates: list[dict[str, Any]]  # rows of metrics.jsonl that are updates
     evaluations: list[dict[str, Any]]  # rows with an evaluation, the closing one included
-    samples: list[dict[str, Any]]
     summary: dict[str, Any]  # empty until the run has ended
 
     @property
@@ -122,43 +121,21 @@ class RunResult:
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
 
-    def gains_by_kl(self, key: str) -> list[tuple[float, float]]:
-        """(KL of a response, gain over the reference) of each update by a key, means of five; empty if some lack it."""
-        first, columns = self.reference(key), [self.series(name)[1] for name in ("kl/sequence", key)]
-        if first is None or any(len(column) < len(self.updates) for column in columns):
-            return []
-        kls, values = ([fmean(column[max(0, i - 2) : i + 3]) for i in range(len(column))] for column in columns)
-        return [(max(0.0, kl), value - first) for kl, value in zip(kls, values, strict=True)]
-
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
-        names = ("perplexity", "forward_kl_token", "distinct_2")
-        perplexity, forgetting, pairs = (next(reversed(self.series(f"eval/{name}")[1]), None) for name in names)
+        ends = {name: self.closing.get(name, (None, None))[1] for name in control.CLOSING}
+        perplexity = ends["perplexity"]
+        before = self.reference("eval/perplexity") if len(self.evaluations) > 1 else None
         return {
             **control.control_figures(self.updates, self.config.kl),
-            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit
+            **ends,
+            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit; None if one was not finite
             "peak": max(self.ratios, default=None),
-            "kl_sequence": self.end("kl/sequence"),
-            "beta": self.end("kl/coef"),
-            "scores": self.end("objective/scores"),
-            "scores_shaped": self.end("objective/scores_shaped"),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference
-            "gold": self.end("objective/gold"),
             "gold_gain": self.gain("objective/gold"),
-            # Of the closing evaluation:
-            "perplexity": perplexity,
-            "perplexity_cost": self._over_reference("perplexity", perplexity, -1.0),
-            "forgetting": forgetting,
-            "distinct_2": pairs,
-            "distinct_share": self._over_reference("distinct_2", pairs),
-            "length": self.end("rollout/response_length"),
+            "perplexity_cost": perplexity / before - 1.0 if perplexity is not None and before else None,
         }
-
-    def _over_reference(self, name: str, value: float | None, plus: float = 0.0) -> float | None:
-        """A figure of the closing evaluation over that of the reference; None without two evaluations."""
-        first = self.reference(f"eval/{name}")
-        return value / first + plus if value is not None and first and len(self.evaluations) > 1 else None
 
 
 def read_run(path: Path) -> RunResult:
@@ -169,8 +146,7 @@ def read_run(path: Path) -> RunResult:
     updates = [row for row in rows if control.is_update(row)]
     evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]
     summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
-    samples = [row for row in read_jsonl(folder.samples) if row.get("chosen") != HELD_OUT]
-    return RunResult(path, config, updates, evaluations, samples, summary)
+    return RunResult(path, config, updates, evaluations, summary)
 
 
 def stored_config(path: Path) -> TrainConfig:

@@ -113,8 +113,7 @@ def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
     reference = document["reference"]
 
     def point(row: Mapping[str, Any]) -> SweepPoint:
-        errors = row["standard_errors"] | {"kl": row["standard_errors"][f"kl_{document['unit']}"]}
-        keys = {name: names.get(name, name) for name in FIGURES}
+        errors, keys = row["standard_errors"], {name: names.get(name, name) for name in FIGURES}
         known = row["scores"] is not None and reference["scores"] is not None
         gain = row["scores"] - reference["scores"] if known else None
         return SweepPoint(row["target"], {name: (row[key], errors[key]) for name, key in keys.items()}, gain)
@@ -156,15 +155,9 @@ def scale_table(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
     rows = [document["reference"] | {"kl": 0.0, "target": None, "scale": 0.0}, *document["rows"]]
     keys = {key: name for key, name in keys.items() if rows[-1].get(key) is not None}
 
-    def shown(row: Mapping[str, Any], key: str) -> str:
-        return with_error(row.get(key), row["standard_errors"].get(f"kl_{document['unit']}" if key == "kl" else key))
-
-    body = [
-        [
-            "reference" if row["target"] is None else f"{row['target']:g}",
-            f"{row['scale']:.2f}",
-            *(shown(row, key) for key in keys),
-        ]
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        target = "reference" if row["target"] is None else f"{row['target']:g}"
+        figures = [with_error(row.get(key), row["standard_errors"].get(key)) for key in keys]
+        body.append([target, f"{row['scale']:.2f}", *figures])
     return ["target", "scale", *keys.values()], body

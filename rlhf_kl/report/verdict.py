@@ -14,6 +14,7 @@ from rlhf_kl.text import format_number, format_percent
 
 MEASURES = {"scores_shaped": "Score", "gold": "True score"}
 WORDS = {"held": "held", "late": "reached late", "missed": "missed", "short": "too short to say"}
+BY = {"held": "held by", "late": "reached late by", "missed": "missed by", "short": "too early to say of"}
 WIDTH = 80  # columns of a terminal
 SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
 
@@ -114,35 +115,29 @@ def _target_answer(comparison: Comparison) -> list[str]:
 
 def _control_line(comparison: Comparison) -> list[str]:
     """A line on all variants: who held the target, reached it late or missed it; where a constant beta ended."""
-    same, unit = comparison.target, comparison.unit
-    goal = f"the target of {same:g} nats per {unit}" if same is not None else ""
-    controlled, sentences = [variant for variant in comparison.variants if variant.verdicts], []
-    for word, verb in (("held", "held {}"), ("late", "reached {} late"), ("missed", "missed {}"), ("short", "")):
-        counts = [(v.name, count, len(v.runs)) for v in controlled if (count := v.verdicts[word])]
-        runs = [run for v in controlled for run in v.runs.values() if run.figures["verdict"] == word]
-        if not runs:
-            continue
-        names = [name if count == seeds else f"{name} ({count} of {seeds} seeds)" for name, count, seeds in counts]
-        if len(names) > 2 and len(runs) == sum(len(variant.runs) for variant in controlled):
-            names = [f"All {len(names)} variants with a target"]
-        who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        if verb:
-            errors = [run.figures["error_since" if word == "late" else "tail_error"] for run in runs]
-            off = f"(off by {_span(errors, format_percent)}{' since' * (word == 'late')})"
-            own = "their targets" if len(counts) > 1 else "its target"
-            sentences.append(f"{who} {verb.format(goal or own)} {off}")
-            goal = goal and "it"
+    parts = []
+    for word, label in BY.items():
+        names, runs = [], []
+        for variant in comparison.variants:
+            if count := variant.verdicts[word]:
+                seeds = len(variant.runs)
+                names.append(variant.name if count == seeds else f"{variant.name} ({count} of {seeds} seeds)")
+                runs += [run.figures for run in variant.runs.values() if run.figures["verdict"] == word]
+        if word == "short":
+            figures = " or ".join(dict.fromkeys(map(why_short, runs)))
         else:
-            reasons = " or ".join(dict.fromkeys(why_short(run.figures) for run in runs))
-            sentences.append(f"Too short to say: {who} ({reasons})")
+            error = "error_since" if word == "late" else "tail_error"
+            figures = f"off by {_span([run[error] for run in runs], format_percent)}{' since' * (word == 'late')}"
+        if names:
+            parts.append(f"{label} {', '.join(names)} ({figures})")
     for family, members in comparison.families.items():
         ratios = [ratio for v in members if not v.verdicts and (ratio := v.over_target) is not None]
         if members[0].constant_coef == 0:
-            sentences.append(f"{family} has no penalty, KL per {unit} {format_number(members[0].mean('kl'))}")
+            parts.append(f"{family} has no penalty and ended at {format_number(members[0].mean('kl'))} nats")
         elif ratios:
-            span = _span(ratios, lambda ratio: f"{format_number(ratio, 2)}x")
-            sentences.append(f"{family} ended at {span} the target")
-    return [" ".join(f"{sentence}." for sentence in sentences)] if sentences else []
+            parts.append(f"{family} ended at {_span(ratios, lambda x: f'{format_number(x, 2)}x')} its target")
+    target = "targets" if comparison.target is None else f"target of {comparison.target:g} nats"
+    return [f"KL {target} per {comparison.unit}: {'; '.join(parts)}."] if parts else []
 
 
 def _span(values: Sequence[float], form: Callable[[float], str]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -14,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from safetensors import SafetensorError
-
 from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
 EVENTS = "events.out.tfevents.*"  # of TensorBoard
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class RunFolder:
@@ -96,19 +91,11 @@ def newest_run(*, finished: bool = False) -> Path:
 
     Errors: InputError if there is none.
     """
-    written = []
-    for config in RUNS.glob("*/config.yaml"):
-        folder = RunFolder(config.parent)
-        with contextlib.suppress(OSError):  # a run that has not made an update
-            if folder.final.is_dir() or not finished:
-                written.append((folder.metrics.stat().st_mtime, folder.path))
-    if not written and finished:
-        raise InputError(
-            f"no finished run under {RUNS}/: name the folder of one (or for eval and generate a model: --model)"
-        )
+    runs = [RunFolder(config.parent) for config in RUNS.glob("*/config.yaml")]
+    written = [run for run in runs if run.metrics.is_file() and (run.final.is_dir() or not finished)]
     if not written:
-        raise InputError(f"no run under {RUNS}/: name a run folder")
-    return max(written)[1]
+        raise InputError(f"no {'finished ' * finished}run under {RUNS}/: name the folder of one")
+    return max(written, key=lambda run: run.metrics.stat().st_mtime).path
 
 
 # ---- the lock ----
@@ -187,25 +174,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def disk_message(folder: RunFolder, error: OSError) -> str | None:
-    """The words for an error of the disk or of the run's folder; None for another one."""
-    place = Path(error.filename or folder.path)
-    if error.errno in FULL:
-        sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in folder.checkpoints.glob("step-*")]
-        need = f"a checkpoint takes {max(sizes) / 1e6:.1f} MB, " if sizes else ""
-        free = f"{shutil.disk_usage(folder.path).free / 1e6:.1f} MB are free"
-        return f"{place}: {error.strerror}: {need}{free}: make room there, or look at your quota"
-    inside = error.filename is not None and place.absolute().is_relative_to(folder.path.absolute())
-    return f"{place}: {error.strerror}" if inside else None
-
-
 # ---- folders ----
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Make `target` with the files that `write(temporary)` makes: with its name it is complete.
 
-    Errors: OSError if the disk is full or fails.
+    Errors: OSError or SafetensorError if the disk is full or fails.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(target)
@@ -219,10 +194,6 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         remove_folder(target)
         temporary.rename(target)
         sync(target.parent)
-    except SafetensorError as error:  # it has the error number only in its message
-        match = re.search(r"os error (\d+)", str(error))
-        number = int(match[1]) if match else errno.EIO
-        raise OSError(number, os.strerror(number), str(target)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 from rlhf_kl.config.load import flat
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.folder import EVENTS, RunFolder, write_atomic
-from rlhf_kl.text import read_number, safe_text
+from rlhf_kl.text import read_number
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoardWriter:
-    """Scalars and text samples of one run, in one event file, which accelerate's tracker could not write anew."""
+    """The figures of one run, in one event file, which accelerate's tracker could not write anew."""
 
     def __init__(self, folder: RunFolder) -> None:
         """Replace the event files by one with the rows of the run so far."""
@@ -109,25 +109,12 @@ class TensorBoardWriter:
             self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
         for row in read_jsonl(folder.metrics):
             self.row(row)
-        for sample in read_jsonl(folder.samples):
-            self.sample(sample)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Every finite number of a metrics row as a scalar at the row's `step`; alerts as text."""
-        step = int(row["step"])
+        """Every finite number of a metrics row as a scalar at the row's `step`."""
         for name, value in _figures(row).items():
-            self._writer.add_scalar(name, value, step)
-        if alerts := row.get("alerts"):
-            self._writer.add_text("alerts", "\n\n".join(_verbatim(str(alert)) for alert in alerts), step)
+            self._writer.add_scalar(name, value, int(row["step"]))
         self._writer.flush()
-
-    def sample(self, sample: Mapping[str, Any]) -> None:
-        """A row of `samples.jsonl` (`step, prompt, response, score`, ...) as text."""
-        numbers = {name: read_number(sample, name) for name in ("score", "gold", "kl")}
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None)
-        prompt, response = (_verbatim(str(sample[name])) for name in ("prompt", "response"))
-        markdown = "\n\n".join(("**prompt**", prompt, "**response**", response, figures))
-        self._writer.add_text("samples", markdown, int(sample["step"]))
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is left."""
@@ -138,11 +125,6 @@ class TensorBoardWriter:
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a row."""
     return {name: value for name in row if name != "step" and (value := read_number(row, name)) is not None}
-
-
-def _verbatim(text: str) -> str:
-    """Markdown that shows `text` as it is: an indented block shows markup and HTML as text."""
-    return "\n".join(f"    {safe_text(line)}" for line in text.split("\n"))
 
 
 # ---- trackers ----
@@ -187,9 +169,6 @@ class Tracker:
         if row["step"] > self.sent:
             self._tracker.log(_figures(row), step=int(row["step"]))
 
-    def sample(self, sample: Mapping[str, Any]) -> None:
-        """Samples are not sent."""
-
     def close(self, *, failed: bool = False) -> None:
         """Send what is left, and whether the run failed."""
         if failed and self.name == "wandb":
@@ -223,20 +202,15 @@ class Views:
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics."""
-        self._all(lambda view: view.row(row))
-
-    def sample(self, sample: Mapping[str, Any]) -> None:
-        """Show a sampled response."""
-        self._all(lambda view: view.sample(sample))
+        for name, view in list(self._running.items()):
+            with self._switched_off_if_it_fails(name):
+                view.row(row)
 
     def close(self, *, failed: bool) -> None:
         """Nothing follows."""
-        self._all(lambda view: view.close(failed=failed))
-
-    def _all(self, show: Callable[[TensorBoardWriter | Tracker], None]) -> None:
         for name, view in list(self._running.items()):
             with self._switched_off_if_it_fails(name):
-                show(view)
+                view.close(failed=failed)
 
     @contextlib.contextmanager
     def _switched_off_if_it_fails(self, name: str) -> Iterator[None]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
@@ -20,12 +21,11 @@ from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFa
 from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
 from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, usual_interval
-from rlhf_kl.run.folder import RunFolder, disk_message, lock_run_folder, write_atomic
+from rlhf_kl.run.folder import RunFolder, lock_run_folder, write_atomic
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
     check_config,
     check_fingerprints,
-    check_outside,
     environment,
     git_revision,
     kind_of,
@@ -73,8 +73,6 @@ class Run:
         """
 
         def first() -> None:
-            if overwrite:
-                check_outside(self.folder, self.config)
             self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
             if resume:
                 self._find_checkpoint()
@@ -233,7 +231,6 @@ class Run:
         """Write one sampled response."""
         if self._samples is not None:
             self._samples.write(sample)
-            self._views.sample(sample)
 
     def save(self, step: int) -> None:
         """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
@@ -339,10 +336,11 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
         with contextlib.suppress(OSError):
             write_atomic(run.folder.passes, f"{pass_share() / 2}\n")
         raise RunFailed(f"{error}; {run.way_on()}. With --resume passes have half the rows") from error
+    except SafetensorError as error:  # it names the disk's error
+        raise RunFailed(f"{error}; {run.way_on()}") from error
     except OSError as error:
-        message = disk_message(run.folder, error)
-        if message is None:
+        if error.filename is None:  # no error of a file
             raise
-        raise RunFailed(f"{message}; {run.way_on()}") from error
+        raise RunFailed(f"{error.filename}: {error.strerror}; {run.way_on()}") from error
     finally:
         run.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -53,9 +52,6 @@ def ending_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _handling(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
-        yield
-        return
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

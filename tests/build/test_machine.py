@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl.build import machine
 from rlhf_kl.build.machine import bfloat16_slowdown, group_size, on_this_machine, pick_device, run_device
 from rlhf_kl.build.parts import shard_models
 from rlhf_kl.commands.findings import check_dtype
@@ -210,7 +209,6 @@ def test_accelerates_precision_is_told_to_have_no_effect(
     precision: str, dtype: str, told: int, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    monkeypatch.setattr(machine, "bfloat16_slowdown", lambda section: 1.0)
     train_command(lambda *_: {}, on_cpu(tmp_path / "run", dtype), resume=False, overwrite=False)
     line = f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({dtype})"
     assert caplog.messages == [line] * told
@@ -218,7 +216,7 @@ def test_accelerates_precision_is_told_to_have_no_effect(
 
 @pytest.mark.parametrize(("delay", "level"), [(0.02, "doubtful"), (0.0, "fine")])
 def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
-    delay: float, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+    delay: float, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def product(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         time.sleep(0.001 if x.dtype == torch.float32 else 0.001 + delay)
@@ -230,10 +228,7 @@ def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
     assert bfloat16_slowdown(config.run.model_copy(update={"dtype": "float32"})) == 1.0
     finding = check_dtype(config, torch.device("cpu"))
     assert finding.level == level
-    assert "times as long as in float32" in finding.text
-    train_command(lambda *_: {}, config, resume=False, overwrite=False)
-    told = [line for line in caplog.messages if line.startswith("run.dtype: products in bfloat16 take ")]
-    assert len(told) == (delay > 0)
+    assert ("times as long as in float32" in finding.text) == (delay > 0)
 
 
 def shard(policy: Any, reference: Any) -> None:

@@ -173,7 +173,7 @@ def test_which_commands_run_the_code_that_a_config_names(rlhf_kl: Cli, place: Pa
 def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) -> None:
     without = rlhf_kl("eval", "--run", "run", "--json", "--quiet")
     [line] = without.err.splitlines()
-    assert line.startswith("alert: scores and gold left out: they need code that the run names (")
+    assert line.startswith("alert: scores left out: they need code that the run names (")
     assert line.endswith("--plugins runs it")
     figures = json.loads(without.out)
     allowed = document(rlhf_kl("eval", "--run", "run", "--json", "--plugins", "--quiet"))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.commands.final import model_card
 from rlhf_kl.commands.train import train_closing
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.report.card import model_card
 from rlhf_kl.report.control import closing_figures, control_figures
 from rlhf_kl.run.log import read_jsonl
 

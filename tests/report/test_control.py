@@ -59,5 +59,5 @@ def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
         assert verdict_text(figures) == "target 0.2 reached late (in band from update 21 on, within 4% since)"
     evaluated = [{"eval/perplexity": 2.9}, *rows, {"eval/perplexity": 3.5}]
     found = closing_figures(evaluated, "sequence")
-    assert found == {"kl": pytest.approx((0.02, 0.208)), "score": pytest.approx((0.1, 1.04)), "perplexity": (2.9, 3.5),
-                     "sequence_kl": found["kl"]}  # fmt: skip
+    assert found == {"kl": pytest.approx((0.02, 0.208)), "scores": pytest.approx((0.1, 1.04)), "perplexity": (2.9, 3.5),
+                     "kl_sequence": found["kl"]}  # fmt: skip

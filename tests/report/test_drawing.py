@@ -50,7 +50,7 @@ def test_pictures_of_a_page_refer_to_ids_that_stand_for_the_same_in_each() -> No
 
 def test_png_files(tmp_path: Path) -> None:
     save_sheet([CHART], tmp_path / "new" / "one.png")
-    save_sheet([CHART, CHART, CHART], tmp_path / "sheet.png", columns=2, heading="Heading", footer="note")
+    save_sheet([CHART, CHART, CHART], tmp_path / "sheet.png", columns=2, heading="Heading")
     for name in ("new/one.png", "sheet.png"):
         data = (tmp_path / name).read_bytes()
         assert data.startswith(b"\x89PNG")

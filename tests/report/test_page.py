@@ -10,10 +10,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from rlhf_kl.commands.report import write_comparison
 from rlhf_kl.report.compare import read_comparison
 from rlhf_kl.report.page import report_page
 from rlhf_kl.report.run import read_run
+from rlhf_kl.report.side_by_side import write_comparison
 from tests.runs import Rows, Write
 
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
@@ -45,9 +45,7 @@ def page(write_run: Write, metrics_rows: Rows) -> str:
     """The report of a run full of hostile text."""
     rows = metrics_rows(KLS)
     rows[12]["alerts"] = [f"kl-spike: {HOSTILE}"]
-    columns = {"columns": {f"answer {HOSTILE}": HOSTILE}}
-    samples = [sample(1, "good food good food", 0.0) | columns, sample(20, f"good {HOSTILE} good")]
-    samples += held_out([1, 6, 11, 16, 22], f"end {HOSTILE}")
+    samples = held_out([1, 6, 11, 16, 22], f"end {HOSTILE}")
     config = {"ppo": {"total_episodes": 64 * len(KLS)}, "policy": {"model": "a/<b>model</b>"}}
     config |= {"data": {"prompts": "p.txt"}, "eval": {"texts": "t.txt"}, "reward": {"model": "a/b"}}
     summary = {"versions": {"torch": "<i>2</i>"}, "seconds": 90, "tilt_share": 0.8, "reference": REFERENCE}
@@ -59,7 +57,7 @@ def test_one_file_that_names_no_other(page: str) -> None:
     assert set(re.findall(r"https?://[^\s\"'<)]+", page)) <= names
     assert not re.search(r"<(?:link|img|iframe|object|embed|base)\b|@import", page)
     assert len(page) < 1_000_000
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 4
 
 
 def test_text_of_a_run_is_text(page: str) -> None:
@@ -71,18 +69,17 @@ def test_text_of_a_run_is_text(page: str) -> None:
     assert r"\u202e" in text
     assert "\x1b" not in page
     assert "kl-spike" in text
-    assert 'data-tip="good␣  log π' in text
+    assert 'data-tip="end␣  log π' in text
 
 
 def test_the_first_screen_answers(page: str) -> None:
     """The verdict, three large figures, and the texts of one prompt before, on the way and after."""
-    first, _, rest = page.partition("<h2>Curves")
+    first = page.partition("<h2>Curves")[0]
     assert '<span class="status good">target 0.1 held (within' in first
     assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)<", first.partition("<details>")[0]) == [
         ("KL over target", "1.00"), ("Score", "1.00 → 3.00"), ("Held-out perplexity", "3.00 → 3.10"),
     ]  # fmt: skip
     assert re.findall(r"<h3>(.*?)</h3>", first) == ["Before (the start)", "Update 11", "After"]
-    assert "Samples of the training batches" in rest
 
 
 def test_a_run_that_has_only_begun(write_run: Write) -> None:
@@ -113,7 +110,7 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
     assert all((tmp_path / "out" / unquote(place)).is_file() for place in places)
     responses = [unescape(each) for each in re.findall(r'tokens">(.*?)<', text)]
     assert responses[:3] == ["plain", "says $<b>static<i>$-0.1x", "says $<b>static<i>$-10x"]
-    assert shown.splitlines()[0].startswith("adaptive held the target of 0.1 nats per token (off by 0%). ")
+    assert shown.splitlines()[0].startswith("KL target of 0.1 nats per token: held by adaptive (off by 0%); ")
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1])  # the last is the path
     assert "says adaptive" in shown
     assert "best of n 1.50" in text  # at the pointer

@@ -23,8 +23,8 @@ def test_a_constant_beta_that_lands_in_the_band_has_held_nothing(grid: Grid) -> 
     lines = judge(comparison)
     assert len(lines) == 4
     assert lines[0] == (
-        "adaptive-0.1x and adaptive-1x held the target of 0.1 nats per token (off by 0% to 4%). "
-        "static ended at 0.10x to 4.1x the target."
+        "KL target of 0.1 nats per token: held by adaptive-0.1x, adaptive-1x (off by 0% to 4%); "
+        "static ended at 0.10x to 4.1x its target."
     )
     assert lines[1].startswith("Score at equal KL: no difference between adaptive and static (")
     assert "95 % interval" in lines[1]
@@ -43,7 +43,7 @@ def test_without_gold_nothing_is_said_of_it(write_run: Write, metrics_rows: Rows
     comparison = read_comparison(paths)
     assert judge(comparison)[2:] == [
         "From a target of 0.05 to 0.2 nats per token: score 2.41 -> 3.83, held-out perplexity 3.05 -> 3.20.",
-        "All 3 variants with a target held their targets (off by 0%).",
+        "KL targets per token: held by t0.05, t0.1, t0.2 (off by 0%).",
     ]
     assert figures_table(comparison)[0] == ["variant", "target", "KL/token", "score", "perplexity"]
 
@@ -100,10 +100,10 @@ def test_the_recommended_target_is_the_last_held_one_below_a_limit(
 @pytest.mark.parametrize(
     ("kls", "words"),
     [
-        ([0.1] * 45 + [0.13] * 10 + [0.1] * 5, "run (1 of 2 seeds) missed it (off by 10%)"),
-        ([0.03] * 40 + [0.1] * 20, "run (1 of 2 seeds) reached it late (off by 0% since)"),
-        ([0.1] * 10, "Too short to say: run (1 of 2 seeds) (under 15 updates)"),
-        ([0.01] * 20 + [0.03] * 5 + [0.06] * 5, "Too short to say: run (1 of 2 seeds) (the KL still rises)"),
+        ([0.1] * 45 + [0.13] * 10 + [0.1] * 5, "; missed by run (1 of 2 seeds) (off by 10%)"),
+        ([0.03] * 40 + [0.1] * 20, "; reached late by run (1 of 2 seeds) (off by 0% since)"),
+        ([0.1] * 10, "; too early to say of run (1 of 2 seeds) (under 15 updates)"),
+        ([0.01] * 20 + [0.03] * 5 + [0.06] * 5, "; too early to say of run (1 of 2 seeds) (the KL still rises)"),
     ],
 )
 def test_seeds_are_counted_by_their_verdict(write_run: Write, metrics_rows: Rows, kls: list[float], words: str) -> None:

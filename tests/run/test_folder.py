@@ -126,7 +126,7 @@ def test_the_lock_names_its_process_and_goes_with_it_though_a_child_lives_on(tmp
 
 def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="no run under runs/: name a run folder"):
+    with pytest.raises(InputError, match="no run under runs/: name the folder of one"):
         newest_run()
     for name, age in (("finished", 200), ("older", 300), ("running", 100), ("never-started", 0)):
         folder = tmp_path / "runs" / name

@@ -83,10 +83,6 @@ def _read(folder: Path) -> Any:
     return events
 
 
-def _texts(events: Any, tag: str) -> list[str]:
-    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
-
-
 def test_a_resumed_run_shows_every_row_once_beside_its_config(tmp_path: Path) -> None:
     folder, rows = RunFolder(tmp_path), JsonlWriter(tmp_path / "metrics.jsonl")
     board = TensorBoardWriter(folder)
@@ -96,7 +92,6 @@ def test_a_resumed_run_shows_every_row_once_beside_its_config(tmp_path: Path) ->
         board.row({"step": step, "kl/token": 9.0})
     board.close()
     (tmp_path / "tensorboard" / "mine.txt").write_text("")
-    JsonlWriter(tmp_path / "samples.jsonl").write({"step": 2, "prompt": "p", "response": "r"})
     board = TensorBoardWriter(folder)
     board.row({"step": 3, "kl/token": 0.5, "alerts": ["kl-spike: <b>high</b>"]})
     board.close()
@@ -105,19 +100,6 @@ def test_a_resumed_run_shows_every_row_once_beside_its_config(tmp_path: Path) ->
     assert events.Tags()["scalars"] == ["kl/token"]
     points = [(event.step, event.value) for event in events.Scalars("kl/token")]
     assert points == [(1, 0.125), (2, 0.25), (3, 0.5)]
-    assert len(_texts(events, "samples")) == 1
-    assert _texts(events, "alerts") == ["    kl-spike: <b>high</b>"]
-
-
-def test_sample_text_is_shown_as_it_is(tmp_path: Path) -> None:
-    response = "<script>alert(1)</script>\n# no heading **no bold**\x1b[2J\ud800"
-    board = TensorBoardWriter(RunFolder(tmp_path))
-    board.sample({"step": 3, "prompt": "[x](http://a)", "response": response, "score": 1.25, "gold": None})
-    board.close()
-    (markdown,) = _texts(_read(tmp_path), "samples")
-    assert "\n\n    [x](http://a)\n\n" in markdown  # an indented block is no markup
-    assert "\n    <script>alert(1)</script>\n    # no heading **no bold**\\x1b[2J\\ud800\n" in markdown
-    assert "score 1.25" in markdown
 
 
 # ---- trackers

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_kl.cli import compare
-from rlhf_kl.commands import config, doctor, evaluate, generate, guide, init, scale, simulate, train
+from rlhf_kl.commands import compare, config, doctor, evaluate, generate, guide, init, scale, simulate, train
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
@@ -100,6 +99,11 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {safe_text(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         return 1
     except Exception as error:
         if memory_is_full(error):

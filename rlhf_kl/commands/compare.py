@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from zlib import crc32
@@ -57,19 +58,19 @@ def compare(
         # Errors of the config come before torch is imported.
         plan = load_compare(config, set_ or [], output_dir, seed, updates=updates)
         check_variants(plan)
-    from rlhf_kl.commands.grid import train_grid
-    from rlhf_kl.commands.report import planned_comparison, write_comparison
+    from rlhf_kl.commands.grid import planned_comparison, train_grid
     from rlhf_kl.report.compare import read_comparison
+    from rlhf_kl.report.side_by_side import write_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite) if plan else []
-    with ui.waiting("reading the runs"):
+    with ui.progress("reading the runs"):
         comparison = planned_comparison(plan) if plan else read_comparison(runs or [])
     for note in comparison.notes:
         log.info(f"note: {note}")
     paths = sorted({str(run.resolve()) for run in runs or []})  # other runs, another page
     name = f"{'+'.join(Path(path).name for path in paths)[:100]}-{crc32(repr(paths).encode()):08x}"
     folder = plan.folder if plan else output_dir or Path("runs/compare") / name
-    with ui.waiting("drawing the comparison"):
+    with ui.progress("drawing the comparison"):
         text = write_comparison(comparison, folder, plan.name if plan else folder.name, stdout_width())
     print((folder / "compare.json").read_text(encoding="utf-8").rstrip() if as_json else text)
     return 1 if failures else 0
@@ -85,18 +86,18 @@ def report(
     quiet: Quiet = False,
 ) -> None:
     """Show a finished or running run as one self-contained page: RUN/report.html."""
-    from rlhf_kl.commands.report import watch_reports, write_report
+    from rlhf_kl.report.page import write_report
     from rlhf_kl.run.folder import newest_run
     from rlhf_kl.run.log import encode_json
 
     ui.start(quiet)
     paths = runs or [newest_run()]
-    if watch:
-        log.info(f"writing {', '.join(str(path / 'report.html') for path in paths)} every {every} s")
-        watch_reports(paths, every)
+    going = list(paths) if watch else []
+    while going := [path for path in going if write_report(path, refresh=every).status == "unfinished"]:
+        time.sleep(every)
     figures = {}
     for path in paths:
-        with ui.waiting(f"drawing {path / 'report.html'}"):
+        with ui.progress(f"drawing {path / 'report.html'}"):
             run = write_report(path)
         for note in run.notes:
             log.info(f"{path}: {note}")

@@ -1,0 +1,81 @@
+"""The model card of a policy: README.md of its folder, which the hub shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.report.control import (
+    closing_figures,
+    closing_note,
+    control_figures,
+    source_name,
+    start_to_end,
+    verdict_text,
+)
+from rlhf_kl.text import format_number
+
+
+def model_card(
+    config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any], *, adapter: bool
+) -> str:
+    """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
+    control, reward = control_figures(rows, config.kl), config.reward
+    figures = closing_figures([*rows, closing], config.kl.unit)
+    score, perplexity, forgetting, beta = (
+        figures.get(name, (None, None)) for name in ("scores", "perplexity", "forgetting", "beta")
+    )
+    table = {
+        "base model": source_name(config.policy.model),
+        "reference": source_name(config.reference.model) if config.reference.model else "the policy at the start",
+        "prompts": source_name(config.data.prompts),
+        "reward": ", ".join(reward.terms) if reward.terms else source_name(reward.model or reward.kind),
+        "advantages": config.ppo.advantage,
+        "KL reached": f"{format_number(control['kl'])} nats per {config.kl.unit}, {verdict_text(control)}",
+        "controller": f"{config.kl.controller.kind}, beta {format_number(beta[1])} at the end",
+        "score": start_to_end(score),
+        "held-out perplexity": start_to_end(perplexity),
+        "forgetting": f"{format_number(forgetting[1])} nats per token",
+        "responses trained on": config.updates * config.rollout.batch_size,
+        "seed": config.run.seed,
+    }
+    return _card(config, table, closing_note(len(rows)), adapter=adapter)
+
+
+def scaled_card(config: TrainConfig, row: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """The card of a policy that `rlhf-kl scale` wrote; `row` and `reference` as in scale.json."""
+    pairs = {"score": "scores", "held-out perplexity": "perplexity", "distinct word pairs": "distinct_2"}
+    table = {
+        "base model": source_name(config.policy.model),
+        "trained policy": f"of {config.run.name}",
+        "scale": f"{row['scale']:.4g} of what training added to each weight of the reference",
+        "KL": f"{format_number(row['kl'])} nats per {config.kl.unit}",
+        **{label: start_to_end((reference[key], row[key])) for label, key in pairs.items()},
+    }
+    return _card(config, table, "reference -> this policy, on held-out prompts and texts", adapter=False)
+
+
+def _card(config: TrainConfig, table: Mapping[str, Any], note: str, *, adapter: bool) -> str:
+    base = source_name(config.policy.model)
+    loaded = base.replace("@", ",revision=") if "/" in base else "FOLDER-OF-THE-BASE"
+    pages = Environment(
+        loader=PackageLoader("rlhf_kl.report"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    return pages.get_template("card.md").render(
+        name=config.run.name,
+        base=base,
+        version=version("rlhf-kl"),
+        table=table,
+        temperature=format_number(config.rollout.temperature),
+        note=note,
+        adapter=adapter,
+        library="peft" if adapter else "transformers",
+        auto="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
+        slug=re.sub(r"[^\w.-]+", "-", config.run.name),
+        lm_eval=f"pretrained={loaded},peft=." if adapter else "pretrained=.",
+    )
