@@ -99,14 +99,12 @@ def checked(train: Train, tmp_path: Path) -> Checked:
     return run
 
 
-def test_every_response_is_checked_by_the_row_of_its_prompt(checked: Checked, rlhf_kl: Cli, tmp_path: Path) -> None:
+def test_every_response_is_checked_by_the_row_of_its_prompt(checked: Checked, tmp_path: Path) -> None:
     terms = "{{one: {{kind: '{mine}:right', weight: 2.0}}, two: {{kind: '{mine}:Right', bonus: 0.5}}}}"
     reward = f"reward={{{{kind: sum, terms: {terms}, gold: '{{mine}}:gold'}}}}"
     found, samples = checked(CHECKER, reward)
     assert [row["objective/gold"] for row in found] == [1.0] * 6
     assert all(sample["columns"]["answer"] == sample["prompt"][::-1] for sample in samples)
-    assert rlhf_kl("report", tmp_path / "run").code == 0
-    assert f"answer: {samples[0]['columns']['answer']}" in (tmp_path / "run" / "report.html").read_text()
     unfinished(tmp_path / "run", tmp_path / "crashed", kept=4)
     assert checked(CHECKER, reward, folder="crashed", resume=True)[1] == samples
 
