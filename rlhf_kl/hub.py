@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from rlhf_kl.errors import InputError, no_such_file
 
-PROBE_SECONDS = 10.0
 # Enough to load a model and its tokenizer: pickles only on request, other formats of the weights never.
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 PICKLED_FILES = ["*.bin"]
@@ -67,23 +66,6 @@ def model_folder(ref: str, *, pickled: bool = False) -> str:
         raise InputError(f"{ref}: {reason}, and {no_such_file(ref)}") from error
     except Exception as error:  # the hub's clients raise many types
         raise InputError(f"{ref}: cannot be downloaded: {first_line(error)}; {no_such_file(ref)}") from error
-
-
-def reachable(hub: HubName, where: str) -> bool:
-    """Whether the hub can be reached, by one short request: the datasets library would retry for minutes.
-
-    Errors: InputError if the hub has no such data set or revision.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().repo_info(hub.name, repo_type="dataset", revision=hub.revision, timeout=PROBE_SECONDS)
-    except Exception as error:  # no network: the client raises many types
-        if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
-            raise InputError(f"{where}: {first_line(error)}; {no_such_file(hub.name)}") from error
-        return False
-    return True
 
 
 def first_line(error: BaseException) -> str:

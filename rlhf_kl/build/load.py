@@ -1,12 +1,10 @@
-"""Loads what a config or a command line names: language models, adapters, scorers, prompts, texts and pairs."""
+"""Loads what a config or a command line names: language models, adapters and scorers."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -14,21 +12,6 @@ from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema.base import RunSection, TunedSection
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
-from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
-from rlhf_kl.config.schema.train import EvalSection, PromptsSection
-from rlhf_kl.data.files import HELDOUT_SHARE, Row, drawn, load_rows, split_heldout, text_column, without_leaks
-from rlhf_kl.data.texts import (
-    Example,
-    Labelled,
-    Pair,
-    PromptRow,
-    Read,
-    read_examples,
-    read_labels,
-    read_pairs,
-    read_prompts,
-    read_texts,
-)
 from rlhf_kl.errors import blame
 from rlhf_kl.hub import model_folder
 from rlhf_kl.models.lm import enable_recompute
@@ -58,9 +41,6 @@ from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, TRLReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.ui import log
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,7 +54,7 @@ class Loaded:
 
 
 class Loader:
-    """Turns the names in a config into models, data and scorers; a hub id is downloaded or taken from the cache.
+    """Turns the names in a config into models and scorers; a hub id is downloaded or taken from the cache.
 
     `key` is the config key of a name. Errors: InputError, with the key in front.
     """
@@ -183,116 +163,6 @@ class Loader:
             return self.reward_model(scorer.model, f"{where}.model", scorer)
         plugin = NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
         return _plugin(plugin, section.time_limit)
-
-    # ---- data
-
-    def _read(self, key: str, ref: str, split: str, read: Callable[[list[Row]], Read[T]], most: int | None) -> list[T]:
-        """At most `most` rows of a file or data set (None = all), as `read` makes them."""
-        with ui.progress(f"reading {key}"), blame(key):
-            found, left_out = read(load_rows(ref, split))
-        if left_out:
-            log.info(f"{key}: {left_out}")
-        return drawn(found, most)
-
-    def texts(
-        self, ref: str, column: str, key: str, split: str, *, limit: int | None = None, template: str | None = None
-    ) -> list[str]:
-        """The texts of a data set, or `limit` of them."""
-        column = text_column(ref, column)
-        return self._read(key, ref, split, lambda rows: read_texts(rows, column, template, ref), limit)
-
-    def all_prompts(self, data: PromptsSection, key: str, ref: str, split: str) -> list[PromptRow]:
-        """The prompts of one file or data set."""
-        column, chat = text_column(ref, data.column), data.chat_template
-        return self._read(key, ref, split, lambda rows: read_prompts(rows, column, data.template, ref, chat=chat), None)
-
-    def prompts(self, data: PromptsSection, held: EvalSection) -> tuple[list[PromptRow], list[PromptRow]]:
-        """Training prompts and held-out prompts, without overlap.
-
-        If no held-out prompts are named, one prompt in twenty is held out.
-        With fewer than twenty prompts the training prompts are also the held-out ones.
-        """
-        train, kept = self.all_prompts(data, "data.prompts", data.prompts, data.split), None
-        if held.prompts is not None:
-            kept = self.all_prompts(data, "eval.prompts", held.prompts, held.split)
-        elif len({row.text for row in train}) < HELDOUT_SHARE:
-            return train, train
-        train, kept = divided("data.prompts", train, kept, lambda row: row.text)
-        first: dict[str, PromptRow] = {}
-        for row in kept:
-            first.setdefault(row.text, row)
-        return train, list(first.values())
-
-    def documents(self, data: SFTDataSection) -> tuple[list[str], list[str]]:
-        """Training texts and held-out texts."""
-
-        def read(key: str, ref: str, split: str) -> list[str]:
-            limit = data.max_documents if key == "data.texts" else None
-            return self.texts(ref, data.column, key, split, limit=limit, template=data.template)
-
-        return _split(data, "texts", read, str)
-
-    def examples(self, data: SFTDataSection) -> tuple[list[Example], list[Example]]:
-        """Training prompts with responses, and held-out ones."""
-        columns, chat = (data.prompt_column, data.response_column or "", data.template), data.chat_template
-
-        def read(key: str, ref: str, split: str) -> list[Example]:
-            return self._read(
-                key, ref, split, lambda rows: read_examples(rows, *columns, ref, chat=chat), data.max_documents
-            )
-
-        return _split(data, "texts", read, prompt_of)
-
-    def all_pairs(self, data: PairsSection, key: str, ref: str, split: str) -> list[Pair]:
-        """The preference pairs of one file or data set."""
-        columns = (data.prompt_column, data.chosen_column, data.rejected_column, data.template, ref)
-        return self._read(key, ref, split, lambda rows: read_pairs(rows, *columns, chat=data.chat_template), None)
-
-    def pairs(self, data: PairsSection) -> tuple[list[Pair], list[Pair]]:
-        """Preference pairs, and held-out ones."""
-        return _split(data, "pairs", functools.partial(self.all_pairs, data), prompt_of)
-
-    def labelled(self, data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
-        """Labelled training texts and held-out ones."""
-
-        def read(key: str, ref: str, split: str) -> list[Labelled]:
-            columns = (data.text_column, data.label_column, ref)
-            return self._read(key, ref, split, lambda rows: read_labels(rows, *columns), None)
-
-        return _split(data, "labels", read, lambda row: row.text)
-
-
-def _split(
-    data: SFTDataSection | PairsSection,
-    name: str,
-    read: Callable[[str, str, str], list[T]],
-    identity: Callable[[T], Hashable],
-) -> tuple[list[T], list[T]]:
-    """Training rows, under `name`, and held-out rows, as `read(key, ref, split)` gives them, without overlap."""
-    rows = read(f"data.{name}", getattr(data, name), data.split)
-    held = "eval_texts" if isinstance(data, SFTDataSection) else "eval_pairs"
-    ref = getattr(data, held)
-    kept = None if ref is None else read(f"data.{held}", ref, data.eval_split)
-    return divided(f"data.{name}", rows, kept, identity)
-
-
-def divided(
-    key: str, train: list[T], kept: list[T] | None, identity: Callable[[T], Hashable]
-) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows: `kept`, or a part that is split off. Rows with one `identity` stay together."""
-    with blame(key):
-        if kept is None:
-            return split_heldout(train, identity)
-        rest = without_leaks(train, kept, identity)
-    if len(rest) < len(train):
-        count = len(train) - len(rest)
-        log.info(f"{key}: {count} of {len(train)} rows left out: they are among the held-out ones")
-    return rest, kept
-
-
-def prompt_of(row: Example | Pair) -> Hashable:
-    """What rows that stay together share."""
-    return row.prompt
 
 
 def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:

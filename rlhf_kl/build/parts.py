@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlhf_kl.build.load import Loaded, Loader, divided
+from rlhf_kl.build.load import Loaded, Loader
 from rlhf_kl.build.world import with_files
 from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.train import PromptsSection
+from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts
-from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.models.lm import LM, Trunk
@@ -83,8 +85,9 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     check_named(config, download=True)
     files = with_files(config, ("data", "eval"))
     held = config.eval
-    rows = loader.prompts(files.data, files.eval)
-    texts = loader.texts(files.eval.texts, held.column, "eval.texts", held.split, limit=held.max_documents)
+    rows = sets.prompts(files.data, files.eval)
+    read = partial(read_texts, column=held.column)
+    texts = sets.load("eval.texts", files.eval.texts, held.split, read, held.max_documents)
     config = with_files(config)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     model = loaded.model.to(device)
@@ -150,7 +153,7 @@ def build_prompts(
     kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, config.data)
     if kept_rows is not train_rows:  # prompts that were cut short may have become the same
         numbered, held = (list(enumerate(map(tuple, prompts.ids))) for prompts in (train, kept))
-        rest, _ = divided("data.prompts", numbered, held, lambda pair: pair[1])
+        rest, _ = sets.divided("data.prompts", numbered, held, lambda pair: pair[1])
         train = train.pick([number for number, _ in rest])
     return train, kept
 

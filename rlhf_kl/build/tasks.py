@@ -8,8 +8,9 @@ from typing import Any
 from rlhf_kl.build.load import Loader, base_name, tuned
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.data import sets
 from rlhf_kl.data.chat import plain_text
-from rlhf_kl.data.files import drawn
+from rlhf_kl.data.sets import drawn
 from rlhf_kl.errors import blame
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import compute_dtype
@@ -26,15 +27,15 @@ def build_task(config: SFTConfig | RewardModelConfig, loader: Loader, files: Cal
     check_named(config, download=True)
     data = files(config, ("data",)).data
     if isinstance(config, RewardModelConfig):
-        rows = loader.pairs(data) if data.labels is None else loader.labelled(data)
+        rows = sets.pairs(data) if data.labels is None else sets.labelled(data)
         return build_reward_task(files(config), loader, *rows)
     most = config.eval.max_documents
     dtype = compute_dtype(config.run.dtype)
     if data.response_column is None:
-        texts, heldout = loader.documents(data)
+        texts, heldout = sets.documents(data)
         model, tokenizer = build_model(files(config), loader, texts)
         return TextTask(LM(model, dtype), tokenizer, texts, drawn(heldout, most))
-    examples, kept = loader.examples(data)
+    examples, kept = sets.examples(data)
     texts = [plain_text(example.prompt) + example.response for example in examples]
     model, tokenizer = build_model(files(config), loader, texts)
     form = {"chat": data.chat_template, "system": data.system, "options": data.chat_options}

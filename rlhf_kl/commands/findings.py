@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,9 @@ from rlhf_kl.commands.loop import evaluate_policy
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.supervised import PairsSection
+from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.data.texts import read_pairs
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull
 from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.kl_controllers.tilt import best_of_n
@@ -81,7 +84,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         loader = Loader.for_run(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
-        findings += check_reward_model(config, setup, loader, pairs)
+        findings += check_reward_model(config, setup, pairs)
         findings += check_updates(config, setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
@@ -164,7 +167,7 @@ def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
             yield judged("context", False, message, "a lower rollout.max_new_tokens, or shorter prompts")
 
 
-def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs: str | None) -> Iterator[Finding]:
+def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> Iterator[Finding]:
     """Its accuracy on `pairs`, else the one that its training has written beside it."""
     reward = setup.scorers.model
     if reward is None:
@@ -172,7 +175,7 @@ def check_reward_model(config: TrainConfig, setup: Setup, loader: Loader, pairs:
     accuracy, where = None, "the held-out data of its training"
     if pairs is not None:
         section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
-        held = loader.all_pairs(section, "--pairs", pairs, section.split)[:PAIRS]
+        held = sets.load("--pairs", pairs, section.split, partial(read_pairs, data=section))[:PAIRS]
         prompts = [pair.prompt for pair in held]
         chosen = reward.score(prompts, [pair.chosen for pair in held])
         rejected = reward.score(prompts, [pair.rejected for pair in held])

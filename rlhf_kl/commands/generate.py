@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,6 @@ from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, Remote
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
-    from rlhf_kl.build.load import Loader
     from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.types import Prompts
 
@@ -86,7 +86,7 @@ def generate(
         if with_reference:
             reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
         scorers.begin(config.updates + 1, config.updates)
-        chosen = _prompts(prompt or (), prompts, column, config, loader, policy, tokenizer)
+        chosen = _prompts(prompt or (), prompts, column, config, policy, tokenizer)
     places = [i for i in range(len(chosen)) for _ in range(samples)]
     batch = chosen.pick(places)
     with ui.progress("sampling", len(batch) * (1 if reference is None else 2)) as advance:
@@ -133,7 +133,6 @@ def _prompts(
     file: str | None,
     column: str | None,
     config: TrainConfig,
-    loader: Loader,
     policy: Any,
     tokenizer: Any,
 ) -> Prompts:
@@ -141,8 +140,9 @@ def _prompts(
     from rlhf_kl.build.parts import build_prompts, usable_prompts
     from rlhf_kl.commands.stored import located
     from rlhf_kl.config.schema.train import PromptsSection
+    from rlhf_kl.data import sets
     from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.data.texts import PromptRow
+    from rlhf_kl.data.texts import PromptRow, read_prompts
     from rlhf_kl.models.load import context_length
     from rlhf_kl.ppo.evaluate import SHOWN
 
@@ -153,9 +153,9 @@ def _prompts(
     elif file is not None:
         key, ref = "--prompts", located(file)
         section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat_template)
-        rows = loader.all_prompts(section, key, ref, "test")
+        rows = sets.load(key, ref, "test", partial(read_prompts, data=section))
     elif not texts:
-        _, kept = build_prompts(config, loader.prompts(config.data, config.eval), policy, tokenizer)
+        _, kept = build_prompts(config, sets.prompts(config.data, config.eval), policy, tokenizer)
         return PromptStream(kept, min(SHOWN, len(kept)), config.run.seed).batch(1)
     context = context_length(policy)
     room = None if context is None else context - config.rollout.max_new_tokens

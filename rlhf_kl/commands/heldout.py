@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rlhf_kl import ui
@@ -12,8 +13,9 @@ from rlhf_kl.build.parts import build_prompts, sampling_of
 from rlhf_kl.build.world import with_files, world_file
 from rlhf_kl.commands.stored import Permissions, load_policy, load_run_reference, located
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
 from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.perplexity import perplexity_of, safe_exp, text_sums
@@ -54,13 +56,13 @@ class HeldOut:
         held = config.eval
         ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
         limit = held.max_documents if texts is None else None  # it does not limit a named file
-        file = world_file(ref, "heldout")
-        self.documents = loader.texts(file, column or held.column, key, held.split, limit=limit)
-        self.rows = list[list[PromptRow]]()  # of prompts: to train on, held out
+        read = partial(read_texts, column=column or held.column)
+        self.documents = sets.load(key, world_file(ref, "heldout"), held.split, read, limit)
+        self.rows = tuple[list[PromptRow], ...]()  # of prompts: to train on, held out
         self.scorers = NO_SCORERS
         if model is None:
             files = with_files(config, ("data", "eval"))
-            self.rows = list(loader.prompts(files.data, files.eval))
+            self.rows = sets.prompts(files.data, files.eval)
             config = with_files(config)
             if folder is not None and (refused := permissions.refused(config)):
                 code = ", ".join(refused)

@@ -1,4 +1,4 @@
-"""Rows of files (.jsonl .json .csv .parquet .txt), with line numbers in errors, and of data sets; held-out rows."""
+"""Rows of files (.jsonl .json .csv .parquet .txt), with line numbers in errors, and of data sets."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
 from rlhf_kl.errors import InputError, no_such_file, suggestion
-from rlhf_kl.hub import HubName, first_line, hub_name, reachable
+from rlhf_kl.hub import HubName, first_line, hub_name
 
-T = TypeVar("T")
 Row = dict[str, Any]
-HELDOUT_SHARE = 20  # one of this many distinct rows is held out
 
 
 def load_rows(ref: str, split: str) -> list[Row]:
@@ -64,17 +62,6 @@ def checked_text(value: Any, where: str) -> str:
     return value
 
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def broken_text(value: Any) -> str | None:
-    """The first text in a value, or in what it holds, with half of a surrogate pair, which no UTF-8 can hold."""
-    if isinstance(value, str):
-        return value if _SURROGATE.search(value) else None
-    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
-    return next((found for part in parts if (found := broken_text(part)) is not None), None)
-
-
 def _jsonl(text: str, where: str) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -93,13 +80,11 @@ def _csv(text: str, where: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # characters in a cell; by default 131,072
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        names = list(reader.fieldnames or [])
-        if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
-            raise InputError(f"{where}: its header names {twice[0]!r} more than once")
         for row in reader:
             if None in row:  # DictReader's key for cells without a column
-                cells = len(names) + len(row[None])
-                raise InputError(f"{where}: line {reader.line_num}: {cells} cells for {len(names)} columns")
+                columns = len(row) - 1
+                cells = columns + len(row[None])
+                raise InputError(f"{where}: line {reader.line_num}: {cells} cells for {columns} columns")
             yield row
     except csv.Error as error:
         raise InputError(f"{where}: {error}") from error
@@ -130,8 +115,6 @@ def _parse(text: str, where: str) -> Any:
 def _mapping(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise InputError(f"{where}: is a {type(row).__name__}, not a mapping of columns")
-    if (broken := broken_text(row)) is not None:
-        raise InputError(f"{where}: half of a surrogate pair is no text: {broken[-60:]!r}")
     return row
 
 
@@ -142,56 +125,18 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     name = HubName(ref, None, None) if folder else hub_name(ref)
     if name is None:
         raise InputError(f"{ref} is neither a file nor a hub id (owner/name, owner/name@revision)")
-    online = folder or reachable(name, ref)
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     datasets.utils.disable_progress_bars()
-    datasets.config.HF_HUB_OFFLINE |= not online  # from its cache, without retries
     try:
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
     except Exception as error:  # the library raises a dozen kinds
-        raise InputError(f"{ref}: {_reason(error, ref, split, online)}") from error
+        raise InputError(f"{ref}: {_reason(error, ref, split)}") from error
     return [dict(row) for row in data]
 
 
-def _reason(error: Exception, ref: str, split: str, online: bool) -> str:
+def _reason(error: Exception, ref: str, split: str) -> str:
     text = first_line(error)
     if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
         names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
         return f"has no split {split!r}{suggestion(split, names)}"
-    if not online:
-        return f"the hub cannot be reached, its cache does not contain it, and {no_such_file(ref)}"
-    return f"cannot be read: {text}"
-
-
-def drawn(rows: Sequence[T], most: int | None) -> list[T]:
-    """At most `most` rows in their order (None = all), drawn at random, since a file may be sorted.
-
-    The seed is always the same: two runs, or a run and the next one of its chain, hold out the same rows.
-    """
-    from rlhf_kl.seeding import shuffled  # imports torch
-
-    if most is None or len(rows) <= most:
-        return list(rows)
-    return [rows[i] for i in sorted(shuffled(len(rows), 0, "drawn")[:most].tolist())]
-
-
-def split_heldout(rows: Sequence[T], key: Callable[[T], Hashable]) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows: one in twenty of the distinct keys is held out with all of its rows.
-
-    Rows with the same key (the same text, the same prompt of several pairs) stay together, so nothing leaks.
-    Errors: InputError for fewer than twenty distinct keys.
-    """
-    keys = list(dict.fromkeys(key(row) for row in rows))
-    if len(keys) < HELDOUT_SHARE:
-        raise InputError(f"{len(keys)} different rows are too few to split: name a held-out data set")
-    apart = set(drawn(keys, len(keys) // HELDOUT_SHARE))
-    return [row for row in rows if key(row) not in apart], [row for row in rows if key(row) in apart]
-
-
-def without_leaks(rows: Sequence[T], heldout: Sequence[T], key: Callable[[T], Hashable]) -> list[T]:
-    """The rows whose key is not in the held-out rows. Errors: InputError if none is left."""
-    heldout_keys = {key(row) for row in heldout}
-    rest = [row for row in rows if key(row) not in heldout_keys]
-    if rows and not rest:
-        raise InputError("every row is a held-out row too")
-    return rest
+    return f"cannot be read: {text}; {no_such_file(ref)}"

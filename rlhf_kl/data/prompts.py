@@ -7,7 +7,6 @@ from typing import Any
 
 from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data.chat import chat_prompt, require_chat_template, turns_of
-from rlhf_kl.data.files import broken_text
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all
@@ -26,8 +25,6 @@ def prepare_prompts(
         raise InputError(f"rollout.max_new_tokens takes the whole context of the model: lower it by {1 - room} or more")
     if form.chat_template:
         require_chat_template(tokenizer, "data.chat_template", form.chat_options)
-    if broken := next(filter(broken_text, (prompt.text for prompt in prompts)), None):  # of a command line
-        raise InputError(f"is no UTF-8 text: {broken[-60:]!r}")
     full = [prompt for prompt in prompts if prompt.text.strip()]
     empty = len(prompts) - len(full)
     if form.first_tokens is not None:

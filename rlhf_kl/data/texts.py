@@ -7,8 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data.chat import Unusable, is_conversation, plain_text, split_conversation, turns_of
-from rlhf_kl.data.files import Row, checked_text
+from rlhf_kl.data.files import Row, checked_text, text_column
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import column, fill, template_fields
 from rlhf_kl.types import Conversation, Prompt
@@ -48,89 +50,79 @@ class Labelled(NamedTuple):
     label: float
 
 
-def read_texts(rows: Sequence[Row], text_column: str, template: str | None, where: str) -> Read[str]:
+def read_texts(rows: Sequence[Row], where: str, column: str, template: str | None = None) -> Read[str]:
     """One text per row: a column, or a template filled from several columns. Null and empty ones are left out.
 
     Errors: InputError for no rows, a missing column, or an entry that is not text.
     """
-    return _read_each(rows, where, lambda row, place: _full(_text(row, text_column, template, place)))
+    name = text_column(where, column)
+    return _read_each(rows, where, lambda row, place: _full(_text(row, name, template, place)))
 
 
-def read_prompts(
-    rows: Sequence[Row], prompt_column: str, template: str | None, where: str, *, chat: bool
-) -> Read[PromptRow]:
+def read_prompts(rows: Sequence[Row], where: str, data: PromptsSection) -> Read[PromptRow]:
     """One prompt per row, with the row for reward functions.
 
     Of a conversation it is the part before the last answer. Left out are null and empty ones, those of several turns
-    without a chat template (`chat`), and those of another shape. Errors: InputError as in `read_texts`.
+    without a chat template, and those of another shape. Errors: InputError as in `read_texts`.
     """
+    name = text_column(where, data.column)
 
     def read(row: Row, place: str) -> PromptRow:
-        if template is None and is_conversation(column(row, prompt_column, place)):
-            prompt = _writable(split_conversation(row[prompt_column])[0], chat=chat)
+        if data.template is None and is_conversation(column(row, name, place)):
+            prompt = _writable(split_conversation(row[name])[0], chat=data.chat_template)
             return PromptRow(_full(plain_text(prompt)), row, turns_of(prompt))
-        return PromptRow(_full(_text(row, prompt_column, template, place)), row)
+        return PromptRow(_full(_text(row, name, data.template, place)), row)
 
     return _read_each(rows, where, read)
 
 
-def read_examples(
-    rows: Sequence[Row], prompt: str | None, response: str, template: str | None, where: str, *, chat: bool = False
-) -> Read[Example]:
+def read_examples(rows: Sequence[Row], where: str, data: SFTDataSection) -> Read[Example]:
     """Prompts with their responses.
 
-    Left out are conversations of several turns without a chat template (`chat`), or without an answer at the end.
+    Left out are conversations of several turns without a chat template, or without an answer at the end.
     """
 
     def read(row: Row, place: str) -> Example:
-        before, answer = _turn(row, response, place)
-        return Example(_writable(_prompt_of(row, prompt, template, before, place), chat=chat), answer)
+        before, answer = _turn(row, data.response_column or "", place)
+        return Example(_prompt_of(row, data, before, place), answer)
 
     return _read_each(rows, where, read)
 
 
-def read_pairs(
-    rows: Sequence[Row],
-    prompt: str | None,
-    chosen: str,
-    rejected: str,
-    template: str | None,
-    where: str,
-    *,
-    chat: bool = False,
-) -> Read[Pair]:
+def read_pairs(rows: Sequence[Row], where: str, data: PairsSection) -> Read[Pair]:
     """Preference pairs.
 
-    Left out are pairs of equal responses or of different prompts, and several turns without a chat template (`chat`).
+    Left out are pairs of equal responses or of different prompts, and several turns without a chat template.
     Without a prompt column, the common beginning of both responses is the prompt.
     """
 
     def read(row: Row, place: str) -> Pair:
-        (before, good), (other, bad) = _turn(row, chosen, place), _turn(row, rejected, place)
+        before, good = _turn(row, data.chosen_column, place)
+        other, bad = _turn(row, data.rejected_column, place)
         if before != other:
             raise Unusable("responses to different prompts")
         if good == bad:
             raise Unusable("equal responses")
-        if before is None and prompt is None and template is None:
+        if before is None and data.prompt_column is None and data.template is None:
             same = itertools.takewhile(lambda characters: len(set(characters)) == 1, zip(good, bad, strict=False))
             before = good[: len(list(same))]
             good, bad = good[len(before) :], bad[len(before) :]
-        return Pair(_writable(_prompt_of(row, prompt, template, before, place), chat=chat), good, bad)
+        return Pair(_prompt_of(row, data, before, place), good, bad)
 
     return _read_each(rows, where, read)
 
 
-def read_labels(rows: Sequence[Row], text: str, label: str, where: str) -> Read[Labelled]:
+def read_labels(rows: Sequence[Row], where: str, data: PairsSection) -> Read[Labelled]:
     """Texts with their labels, 0 and 1 or false and true. Errors: InputError for any other label."""
 
     def read(row: Row, place: str) -> Labelled:
-        value = _known(column(row, label, place))
+        value = _known(column(row, data.label_column, place))
         number = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0}.get(str(value).strip())
         if isinstance(value, bool):
             number = float(value)
         if number is None:
-            raise InputError(f"{place}: {label} is {value!r:.60}, not 0 or 1")
-        return Labelled(_full(_text(row, text, None, place)), number)
+            raise InputError(f"{place}: {data.label_column} is {value!r:.60}, not 0 or 1")
+        return Labelled(_full(_text(row, data.text_column, None, place)), number)
 
     return _read_each(rows, where, read)
 
@@ -187,19 +179,20 @@ def _turn(row: Row, name: str, place: str) -> tuple[Prompt | None, str]:
     return before, answer
 
 
-def _prompt_of(row: Row, name: str | None, template: str | None, before: Prompt | None, place: str) -> Prompt | None:
+def _prompt_of(row: Row, data: SFTDataSection | PairsSection, before: Prompt | None, place: str) -> Prompt:
     """The prompt of a row's response or responses. before: the prompt in the column of the response."""
-    if template is None:
-        if before is not None:
-            return before
+    name = data.prompt_column
+    if data.template is not None:
+        return _text(row, "", data.template, place)
+    if before is None:
         if name is None:
             raise InputError(f"{place}: has no prompt: name its column, or use conversations")
-        if is_conversation(column(row, name, place)):
-            prompt, answer = split_conversation(row[name])
-            if answer is not None:
-                raise Unusable("an answer in the column of the prompt")  # the answer is in another column
-            return prompt
-    return _text(row, name or "", template, place)
+        if not is_conversation(column(row, name, place)):
+            return _text(row, name, None, place)
+        before, answer = split_conversation(row[name])
+        if answer is not None:
+            raise Unusable("an answer in the column of the prompt")  # the answer is in another column
+    return _writable(before, chat=data.chat_template)
 
 
 def _writable(prompt: Prompt | None, *, chat: bool) -> Prompt:

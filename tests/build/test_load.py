@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.reward import RewardSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.train import EvalSection, PromptsSection
-from rlhf_kl.data.texts import Labelled, Pair
+from rlhf_kl.data import sets
+from rlhf_kl.data.texts import Labelled, Pair, read_texts
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompts, Responses
 from tests.runs import jsonl
@@ -28,12 +30,13 @@ def loader() -> Loader:
 def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: World) -> None:
     config = with_files(TrainConfig.model_validate({"policy": {"model": SMALL}}))
     assert config.policy.model == str(small_world.policy())
-    train, kept = loader.prompts(config.data, config.eval)
+    train, kept = sets.prompts(config.data, config.eval)
     assert len(train) == 400
     assert len(kept) == 64
     assert not {row.text for row in train} & {row.text for row in kept}
-    assert len(loader.texts(config.eval.texts, "text", "eval.texts", "test")) == 60
-    assert len(loader.texts(config.eval.texts, "text", "eval.texts", "test", limit=7)) == 7
+    read = partial(read_texts, column="text")
+    assert len(sets.load("eval.texts", config.eval.texts, "test", read)) == 60
+    assert len(sets.load("eval.texts", config.eval.texts, "test", read, 7)) == 7
     scorers = loader.scorers(config.reward)
     assert scorers.model is not None
     assert scorers(answered("The hotel in Oslo:", "")).values["gold"].tolist() == [-4.0]
@@ -47,64 +50,64 @@ def prompts(path: str) -> PromptsSection:
     return PromptsSection(prompts=path, column="q")
 
 
-def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(loader: Loader, tmp_path: Path) -> None:
+def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(tmp_path: Path) -> None:
     rows = [{"q": f"prompt {i % 40}"} for i in range(100)]  # each of 40 two or three times
-    train, kept = loader.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), HELD)
+    train, kept = sets.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), HELD)
     assert len(kept) == 2
     assert not {row.text for row in train} & {row.text for row in kept}
     assert {row.text for row in train + kept} == {row["q"] for row in rows}
     few = prompts(jsonl(tmp_path / "few.jsonl", rows[:2]))  # which serve for both
-    assert [[row.text for row in part] for part in loader.prompts(few, HELD)] == [["prompt 0", "prompt 1"]] * 2
+    assert [[row.text for row in part] for part in sets.prompts(few, HELD)] == [["prompt 0", "prompt 1"]] * 2
 
 
-def test_held_out_prompts_that_are_named_win(loader: Loader, tmp_path: Path) -> None:
+def test_held_out_prompts_that_are_named_win(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
     own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
-    assert loader.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == [("mine", {"q": "mine"}, ())]
+    assert sets.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == [("mine", {"q": "mine"}, ())]
 
 
-def test_pairs_of_a_file(loader: Loader, tmp_path: Path) -> None:
+def test_pairs_of_a_file(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"p": "a", "good": "b", "bad": "c"}, {"p": "d", "good": "x", "bad": "y"}])
     kept = jsonl(tmp_path / "y.jsonl", [{"p": "d", "good": "e", "bad": "f"}])  # its prompt is not trained on
     section = PairsSection(pairs=path, eval_pairs=kept, prompt_column="p", chosen_column="good", rejected_column="bad")
-    assert loader.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
+    assert sets.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
 
 
-def test_texts_and_pairs_of_one_prompt_stay_on_one_side(loader: Loader, tmp_path: Path) -> None:
+def test_texts_and_pairs_of_one_prompt_stay_on_one_side(tmp_path: Path) -> None:
     texts = jsonl(tmp_path / "t.jsonl", [{"text": f"text {i % 40}"} for i in range(100)])
-    train, kept = loader.documents(SFTDataSection(texts=texts))
+    train, kept = sets.documents(SFTDataSection(texts=texts))
     assert len(train) + len(kept) == 100
     assert not set(train) & set(kept)
     rows = [{"prompt": f"{i % 40}", "chosen": f"good {i}", "rejected": "bad"} for i in range(100)]
-    some, apart = loader.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
+    some, apart = sets.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
     assert len(some) + len(apart) == 100
     assert not {pair.prompt for pair in some} & {pair.prompt for pair in apart}
 
 
-def test_what_is_held_out_by_name_is_not_trained_on(loader: Loader, tmp_path: Path) -> None:
+def test_what_is_held_out_by_name_is_not_trained_on(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
     kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
-    assert loader.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
+    assert sets.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
     with pytest.raises(InputError, match="every row is a held-out row too"):
-        loader.documents(SFTDataSection(texts=kept, eval_texts=kept))
+        sets.documents(SFTDataSection(texts=kept, eval_texts=kept))
     labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
     apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
-    rest, held = loader.labelled(PairsSection(labels=labels, eval_pairs=apart))
+    rest, held = sets.labelled(PairsSection(labels=labels, eval_pairs=apart))
     assert (rest, held) == ([Labelled("a", 1.0)], [Labelled("b", 0.0)])
 
 
-def test_prompts_in_the_form_of_conversations_and_of_columns(loader: Loader, tmp_path: Path) -> None:
+def test_prompts_in_the_form_of_conversations_and_of_columns(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
     rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
     file = jsonl(tmp_path / "c.jsonl", rows)
-    assert [row.text for row in loader.prompts(prompts(file), HELD)[0]] == ["why?", "plain"]
+    assert [row.text for row in sets.prompts(prompts(file), HELD)[0]] == ["why?", "plain"]
     chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [len(row.messages) for row in loader.prompts(chat, HELD)[0]] == [1, 3, 0]
+    assert [len(row.messages) for row in sets.prompts(chat, HELD)[0]] == [1, 3, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
-    assert loader.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"
+    assert sets.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"
     with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
-        loader.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
+        sets.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
 
 
 def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_reward_folder: Path) -> None:

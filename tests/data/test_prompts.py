@@ -55,11 +55,6 @@ def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
     assert "rollout.max_new_tokens" in problem(prepare, ["ab"], letters, 0)
 
 
-def test_a_prompt_of_a_command_line_that_is_no_utf_8_is_refused(letters: Any) -> None:
-    prompts = ["ab", b"a\xff".decode(errors="surrogateescape")]
-    assert problem(prepare, prompts, letters, 4) == "is no UTF-8 text: 'a\\udcff'"
-
-
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
     prompts, _ = prepare(["abcd", "d", "dcba"], letters, 6, first_tokens=2)
     assert prompts.texts == ["ab", "d", "dc"]

@@ -5,15 +5,40 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.load import load_config
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.train import PromptsSection
+from rlhf_kl.data import texts
 from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
-from rlhf_kl.data.files import drawn, split_heldout, without_leaks
-from rlhf_kl.data.texts import Example, Labelled, Pair, read_examples, read_labels, read_pairs, read_prompts, read_texts
+from rlhf_kl.data.sets import divided, drawn
+from rlhf_kl.data.texts import Example, Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
 from tests.made import problem
 
 USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
 SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def read_texts(rows: Any, column: str, template: str | None, where: str) -> Any:
+    return texts.read_texts(rows, where, column, template)
+
+
+def read_prompts(rows: Any, column: str, where: str, *, chat: bool) -> Any:
+    return texts.read_prompts(rows, where, PromptsSection(prompts="f", column=column, chat_template=chat))
+
+
+def read_examples(rows: Any, prompt: str | None, response: str, where: str, *, chat: bool = False) -> Any:
+    columns = {"prompt_column": prompt, "response_column": response}
+    return texts.read_examples(rows, where, SFTDataSection(texts="f", chat_template=chat, **columns))
+
+
+def read_pairs(rows: Any, prompt: str | None, chosen: str, rejected: str, where: str, *, chat: bool = False) -> Any:
+    columns = {"prompt_column": prompt, "chosen_column": chosen, "rejected_column": rejected}
+    return texts.read_pairs(rows, where, PairsSection(pairs="f", chat_template=chat, **columns))
+
+
+def read_labels(rows: Any, text: str, label: str, where: str) -> Any:
+    return texts.read_labels(rows, where, PairsSection(labels="f", text_column=text, label_column=label))
 
 
 def test_a_template_takes_columns_by_name() -> None:
@@ -51,7 +76,7 @@ NULLS: list[dict[str, Any]] = [{"a": text} for text in ("x", None, " \n", None, 
     "read",
     [
         lambda rows: read_texts(rows, "a", None, "f"),
-        lambda rows: read_prompts(rows, "a", None, "f", chat=False),
+        lambda rows: read_prompts(rows, "a", "f", chat=False),
         lambda rows: read_labels([row | {"y": 1} for row in rows], "a", "y", "f"),
     ],
 )
@@ -68,8 +93,8 @@ def test_null_is_left_out_wherever_a_text_or_a_label_is_read() -> None:
     rows = [{"p": "q", "r": "a", "s": "b"}, {"p": None, "r": "a", "s": "b"}, {"p": "q", "r": None, "s": "b"}]
     left_out = "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
     assert read_texts(rows, "p", "{p}: {r}", "f")[1] == left_out
-    assert read_examples(rows, "p", "r", None, "f")[1] == left_out
-    assert read_pairs(rows, "p", "s", "r", None, "f")[1] == left_out
+    assert read_examples(rows, "p", "r", "f")[1] == left_out
+    assert read_pairs(rows, "p", "s", "r", "f")[1] == left_out
     labels = [{"t": "a", "y": None}, {"t": "b", "y": 0}]
     assert read_labels(labels, "t", "y", "f") == ([Labelled("b", 0)], "f: 1 of 2 rows left out: 1 with null (row 1)")
 
@@ -88,7 +113,7 @@ def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
         {"p": [{"role": "user", "content": None}]},
         {"p": [{"role": "user", "content": []}]},
     ]
-    items, left_out = read_prompts(rows, "p", None, "f", chat=True)
+    items, left_out = read_prompts(rows, "p", "f", chat=True)
     assert items[0] == ("why?", rows[0], (("user", "why?"),))
     assert items[1].messages == (("system", "be brief"), ("user", "why?"))
     assert left_out == (
@@ -132,49 +157,49 @@ def test_a_conversation_is_a_text_too() -> None:
 
 def test_prompts_of_several_turns_need_a_chat_template() -> None:
     rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
-    plain, _ = read_prompts(rows, "p", None, "data.prompts", chat=False)
+    plain, _ = read_prompts(rows, "p", "data.prompts", chat=False)
     assert [row.text for row in plain] == ["q", "why?"]
-    items, left_out = read_prompts(rows, "p", None, "data.prompts", chat=True)
+    items, left_out = read_prompts(rows, "p", "data.prompts", chat=True)
     assert left_out == "data.prompts: 1 of 4 rows left out: 1 with no prompt (row 4)"
     assert [len(row.messages) for row in items] == [0, 1, 3]
     assert "none of 2 rows can be used: 1 with several turns without data.chat_template (row 1)" in problem(
-        read_prompts, rows[2:], "p", None, "data.prompts", chat=False
+        read_prompts, rows[2:], "p", "data.prompts", chat=False
     )
 
 
 def test_examples_of_columns_and_of_conversations() -> None:
     rows = [{"p": "q", "r": "a"}, {"p": "ignored", "r": [USER, ASSISTANT]}, {"p": "x", "r": [USER, ASSISTANT, USER]}]
-    found, left_out = read_examples(rows, "p", "r", None, "data.texts")
+    found, left_out = read_examples(rows, "p", "r", "data.texts")
     assert found == [Example("q", "a"), Example("why?", "so.")]
     assert left_out == "data.texts: 1 of 3 rows left out: 1 with no answer at the end (row 3)"
-    assert "has no prompt" in problem(read_examples, rows[:1], None, "r", None, "data.texts")
-    assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", None, "data.texts")
+    assert "has no prompt" in problem(read_examples, rows[:1], None, "r", "data.texts")
+    assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", "data.texts")
     several = [{"p": [USER, ASSISTANT, USER], "r": "a"}, {"p": [USER], "r": [ASSISTANT]}]
-    items, left_out = read_examples(several, "p", "r", None, "data.texts", chat=True)
+    items, left_out = read_examples(several, "p", "r", "data.texts", chat=True)
     assert [example.response for example in items] == ["a", "so."]
     assert (len(items[0].prompt), items[1].prompt, left_out) == (3, "why?", "")
-    assert read_examples(several, "p", "r", None, "data.texts")[0] == [Example("why?", "so.")]
+    assert read_examples(several, "p", "r", "data.texts")[0] == [Example("why?", "so.")]
     whole = [{"r": [SYSTEM, USER, ASSISTANT]}]
-    assert read_examples(whole, None, "r", None, "data.texts", chat=True)[0][0].response == "so."
+    assert read_examples(whole, None, "r", "data.texts", chat=True)[0][0].response == "so."
 
 
 def test_pairs_of_columns_conversations_and_whole_texts() -> None:
     columns = [{"prompt": "q", "c": "good", "r": "bad"}, {"prompt": "q", "c": "same", "r": "same"}]
     left_out = "data.pairs: 1 of 2 rows left out: 1 with equal responses (row 2)"
-    assert read_pairs(columns, "prompt", "c", "r", None, "data.pairs") == ([Pair("q", "good", "bad")], left_out)
+    assert read_pairs(columns, "prompt", "c", "r", "data.pairs") == ([Pair("q", "good", "bad")], left_out)
     chats = [{"c": [USER, ASSISTANT], "r": [USER, {"role": "assistant", "content": "no."}]}]
-    assert read_pairs(chats, None, "c", "r", None, "data.pairs")[0] == [Pair("why?", "so.", "no.")]
+    assert read_pairs(chats, None, "c", "r", "data.pairs")[0] == [Pair("why?", "so.", "no.")]
     other = {"role": "user", "content": "how?"}
     longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
-    items, left_out = read_pairs(longer, None, "c", "r", None, "data.pairs", chat=True)
+    items, left_out = read_pairs(longer, None, "c", "r", "data.pairs", chat=True)
     assert items == [Pair((("user", "why?"), ("assistant", "so."), ("user", "how?")), "so.", "no.")]
     assert left_out == ""
-    assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", None, "data.pairs")
+    assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", "data.pairs")
     unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
-    assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", None, "data.pairs", chat=True)
+    assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", "data.pairs", chat=True)
     whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}, {"c": "x", "r": "y"}]
     expected = [Pair("Human: why? Assistant: ", "so.", "no."), Pair("", "x", "y")]
-    assert read_pairs(whole, None, "c", "r", None, "data.pairs")[0] == expected
+    assert read_pairs(whole, None, "c", "r", "data.pairs")[0] == expected
 
 
 def test_labels_are_0_and_1() -> None:
@@ -186,13 +211,13 @@ def test_labels_are_0_and_1() -> None:
 
 def test_one_key_in_twenty_is_kept_apart_with_all_its_rows() -> None:
     rows = [(i % 60, i) for i in range(120)]
-    train, kept = split_heldout(rows, lambda row: row[0])
+    train, kept = divided("data.pairs", rows, None, lambda row: row[0])
     assert len({row[0] for row in kept}) == 3
     assert len(kept) == 6
-    assert split_heldout(rows, lambda row: row[0]) == (train, kept)
+    assert divided("data.pairs", rows, None, lambda row: row[0]) == (train, kept)
     assert sorted(train + kept) == sorted(rows)
     with pytest.raises(InputError, match="19 different rows are too few"):
-        split_heldout(list(range(19)) * 5, lambda row: row)
+        divided("data.pairs", list(range(19)) * 5, None, lambda row: row)
 
 
 def test_rows_that_are_drawn_come_from_all_of_a_sorted_file() -> None:
@@ -202,11 +227,11 @@ def test_rows_that_are_drawn_come_from_all_of_a_sorted_file() -> None:
     some = drawn(rows, 100)
     assert some == sorted(set(some)) == drawn(rows, 100)
     assert drawn(rows, None) == drawn(rows, 1000) == rows
-    _, kept = split_heldout(labels + rows[2:], lambda row: row)
+    _, kept = divided("data.texts", labels + rows[2:], None, lambda row: row)
     assert max(kept) - min(kept) > 500
 
 
 def test_rows_of_held_out_keys_are_left_out() -> None:
-    assert without_leaks([1, 2, 3, 2], [2], lambda row: row) == [1, 3]
+    assert divided("data.texts", [1, 2, 3, 2], [2], lambda row: row) == ([1, 3], [2])
     with pytest.raises(InputError, match="every row"):
-        without_leaks([2, 2], [2], lambda row: row)
+        divided("data.texts", [2, 2], [2], lambda row: row)

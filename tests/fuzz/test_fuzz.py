@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_kl.config.load import flat, load_config
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.data.files import load_rows
 from rlhf_kl.data.texts import read_examples, read_labels, read_pairs, read_texts
 from rlhf_kl.errors import InputError
@@ -111,12 +113,12 @@ def test_data_files(file: tuple[str, bytes], tmp_path_factory: pytest.TempPathFa
     path = Path(f"{tmp_path_factory.getbasetemp()}/fuzzed{file[0]}")
     path.write_bytes(file[1])
     where = str(path)
-    readers: list[Callable[[Any], Any]] = [
-        lambda rows: read_texts(rows, "text", "{prompt}: {label}", where),
-        lambda rows: read_examples(rows, "prompt", "chosen", None, where),
-        lambda rows: read_pairs(rows, None, "chosen", "rejected", None, where),
-        lambda rows: read_labels(rows, "text", "label", where),
+    readers: list[Callable[[Any, str], Any]] = [
+        partial(read_texts, column="text", template="{prompt}: {label}"),
+        partial(read_examples, data=SFTDataSection(texts="f", prompt_column="prompt", response_column="chosen")),
+        partial(read_pairs, data=PairsSection(pairs="f", prompt_column=None)),
+        partial(read_labels, data=PairsSection(labels="f")),
     ]
     for reader in readers:
         with contextlib.suppress(InputError):
-            reader(load_rows(where, "train"))
+            reader(load_rows(where, "train"), where)

@@ -1,0 +1,123 @@
+"""What a config's section `data` names: rows to train on and held-out rows, without overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from rlhf_kl import ui
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.train import EvalSection, PromptsSection
+from rlhf_kl.data.files import Row, load_rows
+from rlhf_kl.data.texts import (
+    Example,
+    Labelled,
+    Pair,
+    PromptRow,
+    Read,
+    read_examples,
+    read_labels,
+    read_pairs,
+    read_prompts,
+    read_texts,
+)
+from rlhf_kl.errors import InputError, blame
+from rlhf_kl.seeding import shuffled
+from rlhf_kl.ui import log
+
+T = TypeVar("T")
+HELDOUT_SHARE = 20  # one of this many distinct rows is held out
+
+
+def load(key: str, ref: str, split: str, read: Callable[[list[Row], str], Read[T]], most: int | None = None) -> list[T]:
+    """At most `most` rows of the file or data set under the config key `key` (None = all), as `read` makes them."""
+    with ui.progress(f"reading {key}"), blame(key):
+        found, left_out = read(load_rows(ref, split), ref)
+    if left_out:
+        log.info(f"{key}: {left_out}")
+    return drawn(found, most)
+
+
+# ---- training rows and held-out rows
+
+
+def prompts(data: PromptsSection, held: EvalSection) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Prompts; if no held-out ones are named, one in twenty is held out, and of fewer than twenty prompts all are."""
+    read = partial(read_prompts, data=data)
+    train, kept = load("data.prompts", data.prompts, data.split, read), None
+    if held.prompts is not None:
+        kept = load("eval.prompts", held.prompts, held.split, read)
+    elif len({row.text for row in train}) < HELDOUT_SHARE:
+        return train, train
+    train, kept = divided("data.prompts", train, kept, lambda row: row.text)
+    first: dict[str, PromptRow] = {}
+    for row in kept:
+        first.setdefault(row.text, row)
+    return train, list(first.values())
+
+
+def documents(data: SFTDataSection) -> tuple[list[str], list[str]]:
+    """Texts."""
+    return _both(data, "texts", partial(read_texts, column=data.column, template=data.template), str)
+
+
+def examples(data: SFTDataSection) -> tuple[list[Example], list[Example]]:
+    """Prompts with responses."""
+    return _both(data, "texts", partial(read_examples, data=data), lambda row: row.prompt)
+
+
+def pairs(data: PairsSection) -> tuple[list[Pair], list[Pair]]:
+    """Preference pairs."""
+    return _both(data, "pairs", partial(read_pairs, data=data), lambda row: row.prompt)
+
+
+def labelled(data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
+    """Texts with labels."""
+    return _both(data, "labels", partial(read_labels, data=data), lambda row: row.text)
+
+
+def _both(
+    data: SFTDataSection | PairsSection,
+    name: str,
+    read: Callable[[list[Row], str], Read[T]],
+    identity: Callable[[T], Hashable],
+) -> tuple[list[T], list[T]]:
+    held, most = ("eval_texts", data.max_documents) if isinstance(data, SFTDataSection) else ("eval_pairs", None)
+    train = load(f"data.{name}", getattr(data, name), data.split, read, most)
+    ref = getattr(data, held)
+    kept = None if ref is None else load(f"data.{held}", ref, data.eval_split, read)
+    return divided(f"data.{name}", train, kept, identity)
+
+
+def divided(
+    key: str, train: Sequence[T], kept: Sequence[T] | None, identity: Callable[[T], Hashable]
+) -> tuple[list[T], list[T]]:
+    """Training rows and held-out rows: `kept`, or one in twenty of the distinct identities, with all of its rows.
+
+    Rows with the same identity (the same text, the same prompt of several pairs) stay together, so nothing leaks.
+    Errors: InputError for fewer than twenty distinct ones, and where no row is left to train on.
+    """
+    if kept is None:
+        keys = list(dict.fromkeys(map(identity, train)))
+        if len(keys) < HELDOUT_SHARE:
+            raise InputError(f"{key}: {len(keys)} different rows are too few to split: name a held-out data set")
+        apart = set(drawn(keys, len(keys) // HELDOUT_SHARE))
+        return [row for row in train if identity(row) not in apart], [row for row in train if identity(row) in apart]
+    apart = {identity(row) for row in kept}
+    rest = [row for row in train if identity(row) not in apart]
+    if not rest:
+        raise InputError(f"{key}: every row is a held-out row too")
+    if left_out := len(train) - len(rest):
+        log.info(f"{key}: {left_out} of {len(train)} rows left out: they are among the held-out ones")
+    return rest, list(kept)
+
+
+def drawn(rows: Sequence[T], most: int | None) -> list[T]:
+    """At most `most` rows in their order (None = all), drawn at random, since a file may be sorted.
+
+    The seed is always the same: two runs, or a run and the next one of its chain, hold out the same rows.
+    """
+    if most is None or len(rows) <= most:
+        return list(rows)
+    return [rows[i] for i in sorted(shuffled(len(rows), 0, "drawn")[:most].tolist())]
