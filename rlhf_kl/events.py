@@ -129,9 +129,8 @@ class RolledBack(Event, name="rolled-back"):
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
-    """The last of each kind, in the order of this file."""
-    last = {type(event): event for event in events}
-    return [last[kind] for kind in Event.__subclasses__() if kind in last]
+    """Each event once, in the order of this file."""
+    return sorted(dict.fromkeys(events), key=lambda event: Event.__subclasses__().index(type(event)))
 
 
 def worded(events: Iterable[Event], advice: Mapping[str, str] | None = None, *, notes: bool = False) -> list[str]:

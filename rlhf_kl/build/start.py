@@ -173,7 +173,7 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     sampled = draw(setup.policy, prompts, noise, setup.sampling)
     layout = response_layout(prompts, sampled)
     plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
-    stats = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
+    stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
     results = check_start(
         setup.policy,
         setup.reference,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_kl.ops.logprobs import TokenDistributions, chosen_logprobs, compare_distributions, logprobs_and_kl
+from rlhf_kl.ops.logprobs import TokenStats, chosen_logprobs, compare_distributions, logprobs_and_kl
 
 LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device
 
@@ -68,12 +68,10 @@ def token_kl(
 
 
 @torch.no_grad()
-def token_stats(
-    hidden: Tensor, head: Head, ids: Tensor, ref: Tensor, ref_head: Head, temperature: float
-) -> TokenDistributions:
+def token_stats(hidden: Tensor, head: Head, ids: Tensor, ref: Tensor, ref_head: Head, temperature: float) -> TokenStats:
     """What `compare_distributions` tells of N tokens, without gradients."""
 
-    def compare(logits: Tensor, ids: Tensor, ref: Tensor) -> TokenDistributions:
+    def compare(logits: Tensor, ids: Tensor, ref: Tensor) -> TokenStats:
         return compare_distributions(logits, ref_head.logits(ref), ids, temperature)
 
-    return TokenDistributions(*in_chunks(compare, head, hidden, ids, ref))
+    return TokenStats(*in_chunks(compare, head, hidden, ids, ref))

@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 1 << 17  # float32 numbers in one temporary: 512 KiB, which fit
 DEVICE_CHUNKS = 256  # chunks at once on a GPU, where each launch has a cost
 
 
-class TokenDistributions(NamedTuple):
+class TokenStats(NamedTuple):
     """Figures of the policy's and the reference's distributions at each response position; every field (B, T)."""
 
     logprobs: Tensor
@@ -156,9 +156,7 @@ def _weighted(p: Tensor, x: Tensor, logp: Tensor) -> tuple[Tensor, Tensor, Tenso
     return product.sum(-1), x, product
 
 
-def compare_distributions(
-    logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float = 1.0
-) -> TokenDistributions:
+def compare_distributions(logits: Tensor, ref_logits: Tensor, ids: Tensor, temperature: float = 1.0) -> TokenStats:
     """Log-probs of `ids` (B, T) under both; exact KL, entropy and variances of the policy; from logits (B, T, V)."""
     flat, ref_flat = (x.reshape(-1, x.shape[-1]) for x in (logits, ref_logits))
     flat_ids = ids.reshape(-1, 1)
@@ -171,4 +169,4 @@ def compare_distributions(
         mean, logprob_variance = _moments(p, logp, logp)
         both = (x.gather(-1, chosen)[:, 0] for x in (logp, ref_logp))
         parts.append((*both, kl.clamp_min(0.0), -mean, k1_variance, logprob_variance))
-    return TokenDistributions(*(torch.cat(column).view(ids.shape) for column in zip(*parts, strict=True)))
+    return TokenStats(*(torch.cat(column).view(ids.shape) for column in zip(*parts, strict=True)))

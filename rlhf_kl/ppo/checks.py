@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.value import shared_trainable
-from rlhf_kl.ppo.rollout import TokenStats
+from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.types import Sampled
 
 CHECKED_ROWS = 64  # responses of the starting policy that the checks look at

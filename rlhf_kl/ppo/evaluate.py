@@ -108,7 +108,7 @@ def policy_samples(
             responses, sampled = before[start, stop]
             texts = responses.texts
             layout = response_layout(responses.prompts.ids, sampled)
-            stats = None if states is None else measure(model, states, layout, sampling.temperature)
+            stats = None if states is None else measure(model, states, layout, sampling.temperature)[0]
             made.lengths += sampled.mask.sum(1).tolist()
             made.ended += sampled.ended.tolist()
             made.texts += texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.models.text import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.head import token_kl, token_stats
+from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.scorer import REWARD, Scorers
@@ -24,18 +25,6 @@ from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
-
-
-class TokenStats(NamedTuple):
-    """Policy and reference at sampled tokens; every tensor (B, T), zeros in padding."""
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    exact_kl: Tensor
-    entropy: Tensor
-    k1_variance: Tensor
-    logprob_variance: Tensor
-    values: Tensor
 
 
 def sample(
@@ -110,13 +99,15 @@ class Rollouts:
         shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, traits))
         layout = response_layout(prompts.ids, sampled)
         prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
-        stats = measure(self.model, self.reference, layout, self.sampling.temperature, self.features, sampled.states)
+        temperature = self.sampling.temperature
+        stats, values = measure(self.model, self.reference, layout, temperature, self.features, sampled.states)
         return RolloutBatch(
             prompt_ids=prompt_ids.to(device),
             prompt_mask=prompt_mask.to(device),
             response_ids=sampled.ids,
             mask=sampled.mask,
             **stats._asdict(),
+            values=values,
             scores=scores,
             shaped_scores=shaped.to(device),
             ended=sampled.ended,
@@ -165,29 +156,30 @@ def measure(
     temperature: float,
     features: StateFeatures | None = None,
     states: Tensor | None = None,
-) -> TokenStats:
-    """Policy, reference and values at the response tokens of a batch.
+) -> tuple[TokenStats, Tensor]:
+    """Policy and reference at the response tokens of a batch, and values (B, T); zeros in padding.
 
     `features` give the values if the model has no value function; without either they are 0. The reference's
     states are kept for later. `states` (N, H): the policy's, if sampling has kept them; else they are computed.
     """
     reference.read(layout)
     chosen = layout.response_ids
-    stats = torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device)
+    stats = TokenStats(*torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device).unbind())
+    values = torch.zeros(chosen.shape, device=chosen.device)
     for rows in reference.passes(layout):
         hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
         ids = chosen.flatten()[rows.places]
         ref = reference.at(rows.numbers)
-        columns = [*token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)]
+        read = token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)
+        for kept, column in zip(stats, read, strict=True):
+            kept.view(-1)[rows.places] = column
         if model.value is not None:
-            columns.append(model.value(rows, hidden))
-        for row, column in zip(stats.flatten(1), columns, strict=False):
-            row[rows.places] = column
+            values.view(-1)[rows.places] = model.value(rows, hidden)
     if features is not None:
         features.read(layout, reference)
         mask = torch.arange(chosen.shape[1]) < layout.responses.unsqueeze(1)
-        stats[-1][mask.to(chosen.device)] = features.values()
-    return TokenStats(*stats.unbind())
+        values[mask.to(chosen.device)] = features.values()
+    return stats, values
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
@@ -13,8 +14,9 @@ from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.models.text import decode_responses
 from rlhf_kl.models.value import ActorCritic, FeatureCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
+from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.ppo import states as reference_module
-from rlhf_kl.ppo.rollout import Rollouts, TokenStats, exact_kl_now, measure, response_layout, sample
+from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, response_layout, sample
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
@@ -37,7 +39,7 @@ class Setup(NamedTuple):
     prompts: PromptStream
     tokenizer: Any
 
-    def measure(self) -> TokenStats:
+    def measure(self) -> tuple[TokenStats, Tensor]:
         return measure(self.model, self.reference, response_layout(self.responses.prompts.ids, self.sampled), 0.8)
 
     def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
@@ -63,9 +65,10 @@ def lengths(prompts: Any, responses: Any) -> list[float]:
 
 def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
     """By one pass of either model over the bare text, in float64."""
-    stats, prompts, sampled = setup.measure(), setup.responses.prompts, setup.sampled
+    stats, values = setup.measure()
+    prompts, sampled = setup.responses.prompts, setup.sampled
     assert not sampled.mask.all()
-    assert all((tensor[~sampled.mask] == 0).all() for tensor in stats)
+    assert all((tensor[~sampled.mask] == 0).all() for tensor in (*stats, values))
     for row, live in enumerate(sampled.mask):
         ids = sampled.ids[row, live]
         whole = torch.cat([torch.tensor(prompts.ids[row]), ids])
@@ -77,15 +80,16 @@ def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
         torch.testing.assert_close(stats.entropy[row, live].double(), policy.entropy(), **CLOSE)
         with torch.no_grad():
             states = setup.model.policy.model.base_model(input_ids=whole.unsqueeze(0)).last_hidden_state[0]
-        torch.testing.assert_close(stats.values[row, live], states[-len(ids) - 1 : -1].sum(1), **CLOSE)
+        torch.testing.assert_close(values[row, live], states[-len(ids) - 1 : -1].sum(1), **CLOSE)
 
 
 def test_the_size_of_a_pass_changes_nothing(
     setup: Setup, smaller_passes: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, passes = setup.measure(), smaller_passes()
+    (whole, values), passes = setup.measure(), smaller_passes()
     monkeypatch.setattr(reference_module, "PASS_ROWS", 8)
-    for one, other in zip(setup.measure(), whole, strict=True):
+    stats, again = setup.measure()
+    for one, other in zip((*stats, again), (*whole, values), strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
     assert set(passes) == {1}
 
@@ -96,7 +100,7 @@ def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make)
     torch.testing.assert_close(exact_kl_now(policy, setup.reference, rollout, 0.8), rollout.exact_kl, **CLOSE)
     moved = LM(new_model(seed=4))
     now = exact_kl_now(moved, setup.reference, rollout, 0.8)
-    torch.testing.assert_close(now, setup._replace(model=ActorCritic(moved)).measure().exact_kl, **CLOSE)
+    torch.testing.assert_close(now, setup._replace(model=ActorCritic(moved)).measure()[0].exact_kl, **CLOSE)
     assert float((now - rollout.exact_kl).abs().max()) > 0.01
 
 
@@ -118,7 +122,8 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
     missing = [0.0 if ended else 0.5 for ended in sampled.ended]
     assert rollout.penalties["missing_eos"].tolist() == missing
     assert rollout.shaped_scores.tolist() == [len(text) - less for text, less in zip(texts, missing, strict=True)]
-    for name, tensor in setup.measure()._asdict().items():
+    stats, values = setup.measure()
+    for name, tensor in (stats._asdict() | {"values": values}).items():
         torch.testing.assert_close(getattr(rollout, name), tensor, rtol=1e-4, atol=1e-5)
 
 
@@ -221,7 +226,7 @@ class World:
         torch.nn.init.normal_(self.critic.outer.weight, generator=torch.Generator().manual_seed(0))
         self.features = StateFeatures(self.critic, rewards)
 
-    def measure(self, sampled: Sampled) -> TokenStats:
+    def measure(self, sampled: Sampled) -> tuple[TokenStats, Tensor]:
         model = ActorCritic(self.policy, critic=self.critic)
         return measure(model, self.reference, response_layout(self.prompts.ids, sampled), 0.8, self.features)
 
@@ -245,7 +250,7 @@ def test_values_are_those_of_each_state_alone(
     responses = decode_responses(letters, sampled.rows(), [2])
     if scored:
         reward.score(*SCORED[scored](prompts.texts, responses))
-    stats = world.measure(sampled)
+    _, values = world.measure(sampled)
     models = [world.reference.lm.model, *(reward.model for reward in world.rewards)]
     checked = 0
     for row in range(5):
@@ -253,10 +258,10 @@ def test_values_are_those_of_each_state_alone(
         for place in range(int(sampled.mask[row].sum())):
             prefix = torch.cat([prompt, sampled.ids[row, :place]])
             expected = world.critic(torch.cat([read_alone(model, prefix) for model in models]))
-            torch.testing.assert_close(stats.values[row, place], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(values[row, place], expected, rtol=1e-4, atol=1e-4)
             checked += 1
     assert checked > 5
-    assert bool((stats.values[~sampled.mask] == 0).all())
+    assert bool((values[~sampled.mask] == 0).all())
 
 
 def test_what_a_reward_model_read_is_not_read_again(
