@@ -133,12 +133,23 @@ def policy_samples(
     return pair
 
 
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens (an emoji of bytes) stands at its last one."""
+    front = tokenizer.encode("a", add_special_tokens=False)  # at the start of a text some tokenizers drop a blank
+    shown, texts = len(tokenizer.decode(front)), []
+    for stop in range(1, len(ids) + 1):
+        text = tokenizer.decode([*front, *ids[:stop]])
+        open_ended = text.endswith("\ufffd") and stop < len(ids)
+        texts.append("" if open_ended else text[shown:])
+        shown = shown if open_ended else len(text)
+    return texts
+
+
 def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
     """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
-    front = tokenizer.encode("a", add_special_tokens=False)  # at the start of a text some tokenizers drop a blank
-    size = len(tokenizer.decode(front))
-    texts = [tokenizer.decode([*front, i])[size:] for i in ids.tolist()]
-    columns = zip(texts, logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True)
+    columns = zip(
+        token_texts(tokenizer, ids.tolist()), logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True
+    )
     return [{"text": text, "logprob": p, "ref_logprob": q, "kl": nats} for text, p, q, nats in columns]
 
 

@@ -22,7 +22,16 @@ from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_sums, windows
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.text import decode_responses, encode
-from rlhf_kl.ppo.evaluate import Samples, distinct_2, errors_of, figures_of, policy_samples, standard_error, token_rows
+from rlhf_kl.ppo.evaluate import (
+    Samples,
+    distinct_2,
+    errors_of,
+    figures_of,
+    policy_samples,
+    standard_error,
+    token_rows,
+    token_texts,
+)
 from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
@@ -324,3 +333,11 @@ def test_a_token_keeps_the_blank_that_a_decoder_drops_at_the_start_of_a_text() -
     zeros = torch.zeros(3)
     rows = token_rows(PreTrainedTokenizerFast(tokenizer_object=raw), torch.tensor([3, 1, 2]), zeros, zeros, zeros)
     assert [row["text"] for row in rows] == ["d", " ", "always"]
+
+
+def test_a_character_of_several_tokens_stands_at_its_last_one() -> None:
+    tokenizer = byte_level()
+    texts = token_texts(tokenizer, tokenizer.encode("so 💪, é", add_special_tokens=False))
+    assert texts == ["s", "o", " ", "", "", "", "💪", ",", " ", "", "é"]
+    cut = tokenizer.encode("a💪", add_special_tokens=False)[:3]
+    assert token_texts(tokenizer, cut) == ["a", "", "\ufffd"]  # the end of the response
