@@ -51,6 +51,13 @@ def _row(step: int, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True)
+def screen() -> Iterator[None]:
+    """Later tests of this process get the usual screen back."""
+    yield
+    ui.start(quiet=True)
+
+
 @contextlib.contextmanager
 def shown(
     console: Console | None, total: int = 60, target: float = 0.1, unit: Any = "token", quiet: bool = False
