@@ -17,7 +17,7 @@ from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data import sets
-from rlhf_kl.data.prompts import PromptStream, prepare_prompts
+from rlhf_kl.data.prompts import PromptStream, prepare_prompts, template_note
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
@@ -149,6 +149,8 @@ def build_prompts(
         raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
     room = None if context is None else context - new
     train_rows, kept_rows = read
+    if note := template_note(train_rows, tokenizer, config.data):
+        log.warning(note)
     train = usable_prompts("data.prompts", train_rows, policy, tokenizer, room, config.data)
     kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, config.data)
     if kept_rows is not train_rows:  # prompts that were cut short may have become the same

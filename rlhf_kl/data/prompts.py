@@ -46,6 +46,16 @@ def prepare_prompts(
     return Prompts(texts, ids, rows, messages).pick(fitting), note
 
 
+def template_note(prompts: Sequence[PromptRow], tokenizer: Any, form: PromptsSection) -> str:
+    """What a person should know where conversations are written without the template that a chat model needs."""
+    if form.chat_template or not tokenizer.chat_template or not any(prompt.messages for prompt in prompts):
+        return ""
+    return (
+        "data.prompts holds conversations, but they are read as plain text, without the tokenizer's chat template: "
+        "set data.chat_template=true to write them as turns"
+    )
+
+
 def _beginnings(prompts: Sequence[PromptRow], tokenizer: Any, count: int) -> list[PromptRow]:
     if any(len(prompt.messages) > 1 for prompt in prompts):
         raise InputError("data.first_tokens cannot cut conversations of several turns")

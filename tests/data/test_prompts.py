@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data.chat import plain_text
-from rlhf_kl.data.prompts import PromptStream, prepare_prompts
+from rlhf_kl.data.prompts import PromptStream, prepare_prompts, template_note
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.types import Prompt, Prompts
 from tests.made import Make, problem
@@ -73,6 +73,22 @@ def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     assert "no chat template" in problem(prepare, ["ab"], letters, 10, chat_template=True)
     chatty.chat_template = "{{ raise_exception('no system') }}"
     assert "no system" in problem(prepare, ["ab"], chatty, 10, chat_template=True)
+
+
+def test_conversations_without_the_template_of_a_chat_model_are_told(letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = CHAT
+    talk, text = (PromptRow("ab", {}, messages) for messages in ((("user", "ab"),), ()))
+    told = [
+        bool(template_note([row], tokenizer, PromptsSection(prompts="p.jsonl", chat_template=chat)))
+        for row, tokenizer, chat in [
+            (talk, chatty, False),
+            (talk, chatty, True),
+            (talk, letters, False),
+            (text, chatty, False),
+        ]
+    ]
+    assert told == [True, False, False, False]
 
 
 def test_variables_of_a_chat_template(letters: Any) -> None:
