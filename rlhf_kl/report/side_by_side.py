@@ -126,7 +126,7 @@ def _write(stem: Path, document: Mapping[str, Any], sections: Sections, width: i
     parts = ["\n".join(hanging(line, width, 2) for line in shown["verdict"])]
     parts.append(text_table(header, rows, width or WIDTH))
     for heading, texts in shown["texts"]:
-        lines = [heading, *(f"{who} ({figures}): {text}" for who, figures, text in texts)]
+        lines = [heading, *(f"{who} ({figures}): {' '.join(text.split())}" for who, figures, text in texts)]
         parts.append("\n".join(hanging(safe_text(line), width, 2) for line in lines))
     return "\n\n".join([*parts, short_path(str(page))])
 
