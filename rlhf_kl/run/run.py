@@ -339,8 +339,8 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
     except SafetensorError as error:  # it names the disk's error
         raise RunFailed(f"{error}; {run.way_on()}") from error
     except OSError as error:
-        if error.filename is None:  # no error of a file
+        if error.errno is None:  # a library's own words, not the system's
             raise
-        raise RunFailed(f"{error.filename}: {error.strerror}; {run.way_on()}") from error
+        raise RunFailed(f"{error.filename or run.folder.path}: {error.strerror}; {run.way_on()}") from error
     finally:
         run.close()
