@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.config.load import config_diff, load_config
+from rlhf_kl.config.load import config_diff, flat, load_config
 from rlhf_kl.config.plugins import controller_class, plugin_files
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.errors import InputError
@@ -34,6 +34,23 @@ PACKAGES = (
 def kind_of(config: AnyConfig) -> Kind:
     """The command that a config is for."""
     return next(kind for kind, model in MODELS.items() if type(config) is model)
+
+
+def check_outside(folder: RunFolder, config: AnyConfig) -> None:
+    """Errors: InputError if --overwrite would remove something that the config names.
+
+    A plugin's copy (`file.py:name`) is no error: it is read first and written again.
+    """
+    problems = [
+        f"{key}: {value} lies in the folder that --overwrite empties: copy it elsewhere first"
+        for key, value in flat(config.model_dump()).items()
+        if isinstance(value, str)
+        and Path(value).is_absolute()  # as every path of a config that is on the disk
+        and folder.path.resolve() in Path(value).resolve().parents
+        and Path(value).exists()
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def check_config(folder: RunFolder, config: AnyConfig) -> None:

@@ -26,6 +26,7 @@ from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read
 from rlhf_kl.run.resume import (
     check_config,
     check_fingerprints,
+    check_outside,
     environment,
     git_revision,
     kind_of,
@@ -73,6 +74,8 @@ class Run:
         """
 
         def first() -> None:
+            if overwrite:
+                check_outside(self.folder, self.config)
             self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
             if resume:
                 self._find_checkpoint()

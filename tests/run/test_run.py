@@ -402,6 +402,9 @@ def test_a_run_that_cannot_start_removes_nothing(work: Work, crashed: Path) -> N
     before = sorted(crashed.rglob("*"))
     with pytest.raises(InputError, match=r"data\.prompts"):
         work("crashed", "data.prompts=none.jsonl", overwrite=True)
+    inside = f"data.prompts='{crashed / 'config.yaml'}'"
+    with pytest.raises(InputError, match="lies in the folder that --overwrite empties"):
+        work("crashed", inside, overwrite=True)
     assert sorted(crashed.rglob("*")) == before
     work("crashed", overwrite=True)
     assert read_jsonl(crashed / "metrics.jsonl")[0]["step"] == 1
