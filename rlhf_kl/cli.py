@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -104,7 +105,7 @@ def run(arguments: Sequence[str]) -> int:
         if error.filename is None:
             raise
         print(f"error: {safe_text(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
-        return 1
+        return 1 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2  # the disk, or a wrong path
     except Exception as error:
         if memory_is_full(error):
             advice = "use a smaller model, or a device with more memory (run.device)"

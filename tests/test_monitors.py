@@ -365,6 +365,13 @@ def test_events_are_told_each_time_and_a_failing_gold_scorer_where_it_begins_to_
     assert told == [[change], [change], [failure], [], [], [change, failure]]
 
 
+def test_two_events_of_one_kind_are_both_told_and_the_same_one_once() -> None:
+    one, other = UpdateSkipped("a gradient was not finite"), UpdateSkipped("the loss was not finite")
+    told = worded([other, one, WeightsLost(), one])
+    assert [line.split(": ")[:2] for line in told[:2]] == [["update-skipped", each.reason] for each in (other, one)]
+    assert len(told) == 3
+
+
 SKIPPED = [UpdateSkipped("a score was not finite")]
 UNSCORED = [UpdateSkipped("the reward returned None for all responses", broken=False)]
 LOST = [WeightsLost()]

@@ -108,7 +108,7 @@ class Comparison:
         families: dict[str, list[Variant]] = {}
         for variant in self.variants:
             families.setdefault(variant.family, []).append(variant)
-        return families
+        return {group[0].name if len(group) == 1 else name: group for name, group in families.items()}
 
     @property
     def groups(self) -> dict[str, list[Variant]]:

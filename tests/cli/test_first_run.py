@@ -168,6 +168,7 @@ MISTAKES = [
     ("init", "mine.yaml is there already", "name a new folder"),
     ("init mine.yaml", "mine.yaml is no folder", "writes mine.yaml into it"),
     ("init new.yaml", "new.yaml is no folder"),
+    ("init prompts.jsonl/x", "prompts.jsonl/x: Not a directory"),
     ("doctor mine.yaml --steps 10", "--steps", "did you mean --updates N?"),
     ("doctor mine.yaml --updates 3 --set ppo.total_episodes=9", "--updates 3", "ppo.total_episodes", "choose one"),
 ]  # fmt: skip
