@@ -3,9 +3,9 @@
     python scripts/fit_adaptive.py home='runs/bench_control/runs/adaptive-*' stories='runs/stories/*' ...
 
 Each argument is a plant: a name, and the folders of its runs. The controller is fed a run's KLs and betas as they
-were, and predicts every step of x = sqrt(KL/target) before it is told of it. A run's error is the root mean square of
-the predictions' errors over that of the guess that each step equals the last one; a plant's is the geometric mean of
-its runs'. Steps that the ceiling cut are left out.
+were, corrected by the ceiling's forecast, and predicts every step of x = sqrt(KL/target) before it is told of it. A
+run's error is the root mean square of the predictions' errors over that of the guess that each step equals the last
+one; a plant's is the geometric mean of its runs'. Steps that the ceiling cut are left out.
 
 For each plant the constants of `StepModel` are fitted to all the others, one after the other over a grid until none
 improves the worst plant's error, and tested on the plant itself. Printed: that error for the fitted constants, for
@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL, StepModel
 from rlhf_kl.kl_controllers.base import COEF_SPAN
+from rlhf_kl.ppo.ceiling import KLForecast
 from rlhf_kl.report.control import is_update
 from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import read_jsonl
@@ -44,7 +45,8 @@ class Observed(NamedTuple):
     """One update of a recorded run; KL over its target."""
 
     kl: float
-    kl_after: float
+    kl_after: float  # before it was scaled
+    scale: float  # of the way from the reference, after it
     coef: float
     rate: float
     whole: bool  # not cut by the ceiling
@@ -55,14 +57,15 @@ Run = list[Observed]
 
 def read_plant(pattern: str) -> list[Run]:
     """The runs in the folders that a pattern names; those without a KL that is controlled are left out."""
+    known = ("kl/error", "kl/after_update", "kl/scale", "kl/coef", "policy/learning_rate")
     runs = []
     for folder in sorted(glob.glob(pattern)):
         rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if is_update(row)]
-        known = ("kl/error", "kl/after_update", "kl/coef", "policy/learning_rate")
         if len(rows) > 10 and all(row.get(key) is not None for key in known for row in rows):
             runs.append([
-                Observed(row["kl/error"] + 1.0, row["kl/after_update"] / row["kl/target"], row["kl/coef"],
-                         row["policy/learning_rate"], row["kl/backtrack_factor"] == 1.0)
+                Observed(row["kl/error"] + 1.0, row["kl/after_update"] / row["kl/target"] / row["kl/scale"] ** 2,
+                         row["kl/scale"], row["kl/coef"], row["policy/learning_rate"],
+                         row["kl/backtrack_factor"] == 1.0)
                 for row in rows
             ])  # fmt: skip
     return runs
@@ -77,17 +80,24 @@ def error(run: Run, model: StepModel) -> float:
         max_coef=max(COEF_SPAN[1] * run[0].coef, *(update.coef for update in run)),
     )
     controller.model = model
+    controller.solved = (run[0].coef, 1.0)
+    forecast = KLForecast(target=1.0)
     misses, guesses = [], []
     for number, (update, last) in enumerate(zip(run, [run[0], *run], strict=False)):
         controller.observe_rate(update.rate / last.rate)
         controller.coef = update.coef
         guess, predicted = controller.last_step, controller.predict(update.kl)
-        made = math.sqrt(max(0.0, update.kl_after)) - math.sqrt(max(0.0, update.kl))
+        forecast.observe(update.kl)
+        after = max(0.0, update.kl + forecast.gain * (update.kl_after - update.kl))
+        made = math.sqrt(after) - math.sqrt(max(0.0, update.kl))
         if number >= WARMUP and update.whole:
             misses.append((made - predicted) ** 2)
             guesses.append((made - guess) ** 2)
-        controller.observe_update(update.kl, update.kl_after, update.kl_after)
+        controller.observe_update(update.kl, after, after)
         controller.update(update.kl, 64)
+        if controller.distance is not None:
+            controller.distance *= update.scale
+        forecast.made = (update.kl, update.kl_after * update.scale**2)
     return math.sqrt(fmean(misses) / fmean(guesses)) if misses else 1.0
 
 

@@ -87,7 +87,7 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     held = config.eval
     rows = sets.prompts(files.data, files.eval)
     read = partial(read_texts, column=held.column)
-    texts = sets.load("eval.texts", files.eval.texts, held.split, read, held.max_documents)
+    texts = sets.load("eval.texts", files.eval.texts, held.split, read, held.most_texts)
     config = with_files(config)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     model = loaded.model.to(device)

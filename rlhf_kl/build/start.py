@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.build.machine import LAUNCH
 from rlhf_kl.build.parts import Setup, build_trainer
+from rlhf_kl.build.plan import EvalPlan, plan_evaluations
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard
 from rlhf_kl.errors import InputError
@@ -49,12 +50,13 @@ class Training:
     reference_scores: ReferenceScores
     shaping: ScoreShaping
     coef: float  # the starting beta
+    plan: EvalPlan
     clock: Clock
 
     def state_dict(self) -> dict[str, Any]:
         """What `prepare_training` takes in place of a new measurement."""
         scores, shaping = vars(self.reference_scores), vars(self.shaping)
-        return {"coef": self.coef, "reference_scores": scores, "shaping": shaping}
+        return {"coef": self.coef, "reference_scores": scores, "shaping": shaping, "plan": vars(self.plan)}
 
 
 def prepare_training(
@@ -64,7 +66,7 @@ def prepare_training(
 
     Errors: GuardStop, InputError from the checks at the start.
     """
-    ranks = ranks or Ranks()
+    ranks, before = ranks or Ranks(), None
     if saved is None:
         scores, shaping = score_reference(config, setup, ranks)
         coef, note, _ = starting_coef(config, scores)
@@ -73,14 +75,14 @@ def prepare_training(
     else:
         scores = ReferenceScores(**saved["reference_scores"])
         shaping = ScoreShaping(**saved["shaping"])
-        coef = saved["coef"]
-    clock = Clock()
+        coef, before = saved["coef"], EvalPlan(**saved["plan"])
+    plan, clock = plan_evaluations(config, setup, scores, before), Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
     with contextlib.suppress(InputError):
         solved = solved_coef(config, scores)
         trainer.controller.solved = (solved.coef, solved.known) if solved.known else None
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
-    return Training(trainer, scores, shaping, coef, clock)
+    return Training(trainer, scores, shaping, coef, plan, clock)
 
 
 def check_sizes(config: TrainConfig, processes: int) -> None:

@@ -218,16 +218,15 @@ def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
     row = update_row(result, config)
     update = time.perf_counter() - began - start
     with ui.progress("one evaluation"):
-        evaluated, _ = evaluate_policy(config, setup, events)
+        evaluated, _ = evaluate_policy(config, setup, training.plan, events)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout.prompts, result.rollout.responses)
     yield check_endings(config, setup, row)
     check_first(row, float32=config.run.dtype == "float32")
     for alert in worded(events):
         yield judged("update", False, alert)
-    perplexity, texts = evaluated["eval/perplexity"], len(setup.texts)
-    yield judged("eval", True, f"held-out perplexity {perplexity:.2f} on {texts} texts")
-    evaluations = 2 + (config.updates - 1) // config.eval.every
+    yield judged("eval", True, f"held-out perplexity {evaluated['eval/perplexity']:.2f} on {training.plan.texts} texts")
+    evaluations = 2 + (config.updates - 1) // training.plan.every
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all")

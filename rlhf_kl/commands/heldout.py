@@ -18,7 +18,7 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
 from rlhf_kl.models.load import compute_dtype
-from rlhf_kl.models.perplexity import perplexity_of, safe_exp, text_sums
+from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.ppo.evaluate import (
     NO_SCORERS,
@@ -27,7 +27,7 @@ from rlhf_kl.ppo.evaluate import (
     errors_of,
     figures_of,
     policy_samples,
-    standard_error,
+    text_errors,
 )
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.types import Prompts
@@ -55,7 +55,7 @@ class HeldOut:
         loader, dtype = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype)
         held = config.eval
         ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
-        limit = held.max_documents if texts is None else None  # it does not limit a named file
+        limit = held.most_texts if texts is None else None  # it does not limit a named file
         read = partial(read_texts, column=column or held.column)
         self.documents = sets.load(key, world_file(ref, "heldout"), held.split, read, limit)
         self.rows = tuple[list[PromptRow], ...]()  # of prompts: to train on, held out
@@ -89,12 +89,7 @@ class HeldOut:
             lm, tokenizer = self.reference, self.reference_tokenizer
         with ui.progress(f"reading {len(self.documents)} documents: {name}") as advance:
             sums = text_sums(lm, tokenizer, self.documents, advance=advance)
-        nats, tokens = zip(*sums.each, strict=True)
-        errors = {
-            "perplexity": standard_error(nats, tokens, of=safe_exp),
-            "nats_per_token": standard_error(nats, tokens),
-        }
-        return asdict(perplexity_of([sums])) | {"standard_errors": errors}
+        return asdict(perplexity_of([sums])) | {"standard_errors": text_errors([sums])}
 
     def prompts(self, samples: int | None) -> tuple[Prompts, int]:
         """The prompts of `samples` responses (None: one to each held-out prompt), and how many different ones.

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.build.machine import run_device
 from rlhf_kl.build.parts import Setup, build_setup, fingerprints
+from rlhf_kl.build.plan import EvalPlan
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.samples import heldout_rows, sample_rows
@@ -23,7 +24,7 @@ from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
-from rlhf_kl.ppo.evaluate import Samples, distinct_2, figures_of, policy_samples
+from rlhf_kl.ppo.evaluate import Samples, distinct_2, errors_of, figures_of, policy_samples, text_errors
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.report.card import model_card
 from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
@@ -90,7 +91,7 @@ class TrainLoop:
         for step in self.run.steps(total):
             events: list[Event] = []
             self.scorers.begin(step, total)
-            evaluated = self.evaluate(step, events) if (step - 1) % config.eval.every == 0 else {}
+            evaluated = self.evaluate(step, events) if (step - 1) % self.training.plan.every == 0 else {}
             row, rollout, found = self.step(step)
             row |= evaluated
             row["alerts"], decision = self.monitors(row, events + found)
@@ -114,9 +115,9 @@ class TrainLoop:
 
     def evaluate(self, step: int, events: list[Event]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
-        sizes = f"{len(self.setup.texts)} texts and {self.setup.heldout.batch_size} responses"
-        with ui.progress(f"evaluating on {sizes}"):
-            figures, samples = evaluate_policy(self.config, self.setup, events, self.ranks, step)
+        plan = self.training.plan
+        with ui.progress(f"evaluating on {plan.texts} texts and {plan.responses} responses"):
+            figures, samples = evaluate_policy(self.config, self.setup, plan, events, self.ranks, step)
         for row in samples:
             self.run.sample({"step": step} | row)
         return figures
@@ -225,6 +226,7 @@ class TrainLoop:
             f"KL target {kl.target_value:g} nats per {kl.unit}{reported}, {ceiling}; "
             f"{kl.controller.kind} controller: beta {course}"
         )
+        log.info(self.training.plan.words(config.updates))
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
         for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:
@@ -275,15 +277,20 @@ class TrainLoop:
 
 
 def evaluate_policy(
-    config: TrainConfig, setup: Setup, events: list[Event], ranks: Ranks | None = None, step: int = 1
+    config: TrainConfig,
+    setup: Setup,
+    plan: EvalPlan,
+    events: list[Event],
+    ranks: Ranks | None = None,
+    step: int = 1,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
 
     `events` gets what is left out. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
-    prompts = setup.heldout.batch(1)
-    texts, rows = ranks.mine(setup.texts), ranks.mine(range(len(prompts)))
+    prompts = setup.heldout.batch(1, rows=plan.responses)
+    texts, rows = ranks.mine(setup.texts[: plan.texts]), ranks.mine(range(len(prompts)))
 
     other_start = step == 1 and not setup.reference_is_initial_policy  # else the first row has the reference's figures
 
@@ -305,11 +312,14 @@ def evaluate_policy(
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other = map(Samples.joined, zip(*samples, strict=True))
-    text, *of_reference = map(perplexity_of, zip(*sums, strict=True))
+    by_model = list(zip(*sums, strict=True))
+    text, *of_reference = map(perplexity_of, by_model)
     figures = figures_of(own, other, events)
     names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
-    row = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
+    row: dict[str, Any] = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
     row |= {f"eval/{name}": figures[name] for name in names}
+    errors = errors_of(own) | text_errors(by_model[0])
+    row |= {f"eval/{name}_stderr": errors[name] for name in ("perplexity", "scores", "gold", "kl_token")}
     for perplexity in of_reference:
         row["eval/reference_perplexity"] = perplexity.perplexity
         row["eval/reference_distinct_2"] = distinct_2(other.texts)

@@ -46,12 +46,13 @@ def train_to_the_end(trainer: SupervisedTrainer, run: Run) -> dict[str, Any]:
 
     Returns the last row, which is that of the final evaluation.
     """
-    ranks = run.ranks
+    ranks, every = run.ranks, run.config.eval.every
+    assert every != "auto"  # which only a TrainConfig has
     with ui.progress(run.kind.replace("-", " "), trainer.steps) as advance:
         advance(run.next_step - 1)
         for step in run.steps(trainer.steps):
             began = time.perf_counter()
-            figures = trainer.task.evaluate(ranks) if (step - 1) % run.config.eval.every == 0 else {}
+            figures = trainer.task.evaluate(ranks) if (step - 1) % every == 0 else {}
             row = trainer.step(step) | figures
             row["time/step_s"] = time.perf_counter() - began
             if alerts := worded(trainer.events):

@@ -132,6 +132,8 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     share = None if control["verdict"] == "short" else summary.get("tilt_share")
     same = collapsed(final)  # which a gain in score does not make good
     figures = {name: start_to_end(figure) for name, figure in closing.items()}
+    if (error := final.get("eval/perplexity_stderr")) is not None:
+        figures["perplexity"] += f" (each ±{format_number(error)}, on the same texts)"
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",

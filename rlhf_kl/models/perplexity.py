@@ -14,8 +14,10 @@ from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.load import context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
+from rlhf_kl.ops.packing import group_lengths, pass_overhead
 
 ROWS = 32
+MOST_TOKENS = 1 << 15  # of a pass, padding included
 DEFAULT_WINDOW = 1024  # for a model whose config names no context length
 
 
@@ -70,12 +72,17 @@ def text_sums(
     limit = context_length(lm.model) or DEFAULT_WINDOW
     encoded = encode_all(tokenizer, texts, bos=True)
     pieces = [(place, *window) for place, ids in enumerate(encoded) for window in windows(ids, limit)]
-    pieces.sort(key=lambda piece: len(piece[1]))
     nats = [0.0] * len(texts)
 
-    total, most = 0.0, sized(rows)
-    for start in range(0, len(pieces), most):
-        places, windowed, firsts = zip(*pieces[start : start + most], strict=True)
+    total = 0.0
+    groups = group_lengths(
+        [len(window) for _, window, _ in pieces],
+        most_rows=sized(rows),
+        most_tokens=sized(MOST_TOKENS),
+        overhead=pass_overhead(lm.device),
+    )
+    for group in groups:
+        places, windowed, firsts = zip(*(pieces[i] for i in group), strict=True)
         losses = negative_log_likelihood(lm, windowed, firsts)
         parts = losses.cpu().split([len(row) - first for row, first in zip(windowed, firsts, strict=True)])
         for place, part in zip(places, parts, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_kl.events import EvalScores, Event, GoldFailed
 from rlhf_kl.models.lm import LM
+from rlhf_kl.models.perplexity import TextSums, safe_exp
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.ppo.rollout import measure, response_layout, sample
@@ -193,6 +194,15 @@ def errors_of(samples: Samples) -> dict[str, float | None]:
         "length": standard_error(samples.lengths, ones),
         "eos_rate": standard_error(samples.ended, ones),
         "distinct_2": standard_error(own, list(map(len, pairs)), len(texts_with)),
+    }
+
+
+def text_errors(parts: Sequence[TextSums]) -> dict[str, float | None]:
+    """Standard errors over the documents, by the keys of `Perplexity`."""
+    nats, tokens = zip(*(each for part in parts for each in part.each), strict=True)
+    return {
+        "perplexity": standard_error(nats, tokens, of=safe_exp),
+        "nats_per_token": standard_error(nats, tokens),
     }
 
 

@@ -51,7 +51,7 @@ WORDS = {
     "held": "target {target:g} held (within {tail_error:.0%} on average)",
     "late": "target {target:g} reached late (in band from update {since} on, within {error_since:.0%} since)",
     "missed": "target {target:g} missed (off by {tail_error:.0%} on average)",
-    "short": "target {target:g}: too short to say ({why})",
+    "short": "{share:.0%} of the target {target:g} in {updates} updates: too short to say more ({why})",
     None: "no target (beta does not depend on the KL)",
 }
 
@@ -64,7 +64,8 @@ def why_short(figures: Mapping[str, Any]) -> str:
 
 def verdict_text(figures: Mapping[str, Any]) -> str:
     """The verdict in words; `figures`: of `control_figures`."""
-    return WORDS[figures["verdict"]].format_map({**figures, "why": why_short(figures)})
+    share = (figures["kl"] or 0.0) / figures["target"]
+    return WORDS[figures["verdict"]].format_map({**figures, "share": share, "why": why_short(figures)})
 
 
 CLOSING = {

@@ -51,7 +51,7 @@ def test_what_the_hub_reads_of_it(adapter: bool, library: str, kind: str) -> Non
     assert (front["base_model"], front["base_model_relation"], front["library_name"]) == ("owner/base", kind, library)
     assert "| base model | owner/base@v2 |" in card
     assert "at sampling temperature 0.700" in card_of([0.5] * 3, rollout={"temperature": 0.7})
-    assert "| KL reached | 0.500 nats per token, target 0.1: too short to say (under 15 updates) |" in card
+    assert "| KL reached | 0.500 nats per token, 500% of the target 0.1 in 3 updates: too short to say more (under 15 updates) |" in card
     assert "| score | 0 -> 1.50 |" in card
     assert ("pretrained=owner/base,revision=v2,peft=." in card) == adapter
 
@@ -88,7 +88,7 @@ GAIN = "95% of the most that this KL allows"
     ("kls", "mean_of", "kl", "score", "gain"),
     [
         ([0.1] * 20 + [0.11] * 20, 10, "0.110, target 0.1 held (within 10% on average)", "1.00 -> 1.10", GAIN),
-        ([0.02, 0.04, 0.06, 0.08], 2, "0.070, target 0.1: too short to say (under 15 updates)", "0.200 -> 0.700", None),
+        ([0.02, 0.04, 0.06, 0.08], 2, "0.070, 70% of the target 0.1 in 4 updates: too short", "0.200 -> 0.700", None),
     ],
 )
 def test_the_verdict_on_the_target(kls: list[float], mean_of: int, kl: str, score: str, gain: str | None) -> None:

@@ -41,7 +41,9 @@ RISES = [0.72 * min(1.0, step / 25) ** 2 for step in range(1, 31)]  # a small re
 def test_the_reason_of_a_run_that_is_too_short(values: list[float], why: str) -> None:
     kl = SimpleNamespace(target_value=0.2, unit="token", controller=SimpleNamespace(kind="adaptive"))
     figures = control_figures([{"kl/token": 0.2 * x, "kl/error": x - 1} for x in values], kl)
-    assert verdict_text(figures) == f"target 0.2: too short to say ({why})"
+    share = math.fsum(values[-10:]) / 10
+    began = f"{share:.0%} of the target 0.2 in {len(values)} updates"
+    assert verdict_text(figures) == f"{began}: too short to say more ({why})"
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "fixed"])

@@ -180,9 +180,16 @@ def minibatch_rows(ppo: PPOSection, rollout: RolloutSection) -> int:
     return rollout.batch_size // steps
 
 
+MOST_TEXTS = 200
+
+
 class EvalSection(Section):
-    every: Count = 10
-    """Updates between two evaluations; the first is before the first update, the last after the last one."""
+    every: Count | Literal["auto"] = "auto"
+    """Updates between two evaluations; the first is before the first update, the last after the last one.
+
+    auto: 10, or more, so that the start and all evaluations take about 15 % of the run's time. It is planned by counts
+    of tokens; with it the responses of an evaluation (64 at most) become fewer.
+    """
     texts: Source
     """Held-out texts for the perplexity: .jsonl .json .csv .parquet .txt, a hub id, or builtin:NAME.
 
@@ -194,8 +201,13 @@ class EvalSection(Section):
     """Held-out prompts to score, with the same columns as data.prompts; null = those that belong to data.prompts."""
     split: Name = "test"
     """Split of a hub id or folder in `texts` and `prompts`."""
-    max_documents: Count | None = 200
-    """Maximum number of texts, drawn at random; null = all."""
+    max_documents: Count | Literal["auto"] | None = "auto"
+    """Maximum number of texts, drawn at random; null = all; auto = 200, or fewer, by the same plan."""
+
+    @property
+    def most_texts(self) -> int | None:
+        """Texts that are drawn; None = all."""
+        return MOST_TEXTS if self.max_documents == "auto" else self.max_documents
 
 
 class TrainCheckpointSection(CheckpointSection):

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_kl.build.parts import Setup, build_setup
+from rlhf_kl.build.plan import SHARE, EvalPlan, plan_evaluations
+from rlhf_kl.build.start import prepare_training
+from rlhf_kl.commands.loop import evaluate_policy
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.ppo.reference import ReferenceScores
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_settings: dict[str, Any]) -> Callable[..., TrainConfig]:
+    def made(updates: int, **held: Any) -> TrainConfig:
+        sections = {"ppo": {"total_episodes": updates * 32}, "rollout": {"batch_size": 32, "max_new_tokens": 12}}
+        sections["eval"] = tiny_settings["eval"] | {"every": "auto", "max_documents": "auto"} | held
+        merged = {name: tiny_settings.get(name, {}) | section for name, section in sections.items()}
+        return TrainConfig.model_validate(tiny_settings | merged)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def setup(settings: Callable[..., TrainConfig]) -> Setup:
+    return build_setup(settings(20), torch.device("cpu"))
+
+
+def planned(config: TrainConfig, setup: Setup, before: EvalPlan | None = None) -> EvalPlan:
+    return plan_evaluations(config, setup, ReferenceScores([0.0] * 128, [0] * 128, 12.0), before)
+
+
+def test_start_and_evaluations_read_the_share_of_tokens_that_was_planned(settings: Any, setup: Setup) -> None:
+    """Tokens that the embeddings of both models read are counted, those with a backward pass three times."""
+    read = [0]
+
+    def count(module: Any, inputs: Any, states: torch.Tensor) -> None:
+        read[0] += inputs[0].numel() * (3 if states.requires_grad else 1)
+
+    for lm in (setup.policy, setup.reference):
+        lm.module.get_input_embeddings().register_forward_hook(count)
+
+    def cost(work: Callable[[], Any]) -> int:
+        before = read[0]
+        work()
+        return read[0] - before
+
+    config = settings(20)
+    made: list[Any] = []
+    start = cost(lambda: made.append(prepare_training(config, setup)))
+    training = made[0]
+    first, later = (
+        cost(lambda step=step: evaluate_policy(config, setup, training.plan, [], step=step)) for step in (1, 11)
+    )
+    update = cost(lambda: training.trainer.update(1))
+    spent = start + first + later * -(-20 // training.plan.every)
+    assert spent / (spent + 20 * update) == pytest.approx(training.plan.share, rel=0.3)
+    assert training.plan.share <= 1.01 * SHARE
+
+
+def test_longer_runs_have_larger_evaluations_and_more_of_them(settings: Any, setup: Setup) -> None:
+    plans = [planned(settings(updates), setup) for updates in (1, 12, 40, 400, 4000)]
+    assert plans[0].responses == 8
+    assert plans[0].every >= 1
+    for short, long in pairwise(plans[1:]):
+        assert long.texts >= min(short.texts, 32)
+        assert long.every <= short.every
+        assert long.share <= 1.01 * SHARE
+    assert plans[-1] == EvalPlan(10, len(setup.texts), setup.heldout.batch_size, plans[-1].share)
+
+
+def test_what_is_written_stays_and_a_run_that_goes_on_keeps_its_plan(settings: Any, setup: Setup) -> None:
+    written = planned(settings(40, every=7, max_documents=5), setup)
+    assert (written.every, written.texts) == (7, len(setup.texts))  # setup has drawn them already
+    before = EvalPlan(20, 9, 11, 0.15)
+    assert planned(settings(400), setup, before) == before
+    assert planned(settings(400, every=3), setup, before) == replace(before, every=3)
