@@ -1,6 +1,7 @@
 """`rlhf-kl doctor`: every check that would save a wasted run, before the run.
 
-It starts like `train`, makes two updates (the second with responses of full length), and writes nothing.
+It starts like `train` and makes two updates, the second with responses of full length. What it measured at the start
+it leaves in the run's folder for the `train` that follows.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from rlhf_kl import ui
 from rlhf_kl.build.load import Loader
 from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, on_this_machine, run_device
-from rlhf_kl.build.parts import Setup, build_setup, learning_rate
+from rlhf_kl.build.parts import Setup, build_setup, fingerprints, learning_rate
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.build.world import with_files
 from rlhf_kl.commands.loop import evaluate_policy
@@ -43,6 +44,8 @@ from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.log import check_installed, peak_memory_mb
+from rlhf_kl.run.measured import conditions, keep_measured
+from rlhf_kl.seeding import library_state, seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
 
@@ -80,12 +83,12 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += check_config(config, processes)
         config = on_this_machine(config)
         device = run_device(config.run)
-        setup, config = build_setup(config, device), with_files(config)
+        setup, written, config = build_setup(config, device), config, with_files(config)
         loader = Loader.for_run(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)
-        findings += check_updates(config, setup)
+        findings += check_updates(config, setup, partial(keep_start, written, setup, device))
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except GuardStop as error:
@@ -198,14 +201,22 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
 # ---- the update
 
 
-def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
-    """The start of the run and its first update, measured; then the memory of the largest one."""
+def keep_start(config: TrainConfig, setup: Setup, device: torch.device, training: Training) -> bool:
+    """Leave the figures from before the first update for `train`, and the states with which it goes on after them."""
+    states = {"start": training.state_dict(), "scorers": setup.scorers.state_dict(), "libraries": library_state()}
+    return keep_measured(config, conditions(config, device, 1, fingerprints(setup)), states)
+
+
+def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], bool]) -> Iterator[Finding]:
+    """The start of the run and its first update, measured; then the memory of the largest one. `keep`s the start."""
     began = time.perf_counter()
+    seed_libraries(whole.run.seed)
     unsharded = {name: getattr(whole, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
     config = whole.model_copy(update=unsharded)
     training = prepare_training(config, setup)
     start = time.perf_counter() - began
-    yield judged("start", True, "policy and reference agree, padding changes nothing, no tensor is shared")
+    message = "policy and reference agree, padding changes nothing, no tensor is shared"
+    yield judged("start", True, message + ("; train takes over what was measured" if keep(training) else ""))
     yield from check_scores(training)
     yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)

@@ -31,8 +31,9 @@ from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, i
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
+from rlhf_kl.run.measured import conditions, measured_before
 from rlhf_kl.run.run import Run
-from rlhf_kl.seeding import library_state_kept
+from rlhf_kl.seeding import library_state_kept, load_library_state
 from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import log
 
@@ -44,8 +45,17 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     check_sizes(config, run.ranks.count)
     device = run_device(config.run, group=True)
     setup = run.ranks.first_before_others(lambda: build_setup(config, device))
-    run.check(device, fingerprints(setup))
-    training = prepare_training(config, setup, run.ranks, run.saved("start"))
+    contents = fingerprints(setup)
+    run.check(device, contents)
+    start = run.saved("start")
+    if start is None:
+        under = conditions(config, device, run.ranks.count, contents)
+        if (kept := run.ranks.first(measured_before(run.folder, under))) is not None:
+            log.info("the reference's samples, their scores and the checks of the start are those of doctor")
+            start = kept["start"]
+            setup.scorers.load_state_dict(kept["scorers"])
+            load_library_state(kept["libraries"])
+    training = prepare_training(config, setup, run.ranks, start)
     trainer = training.trainer
     model = checkpointed(trainer.model.modules)
     run.track(start=training, model=model, optimizer=trainer.optimizer, trainer=trainer, scorers=setup.scorers)

@@ -32,7 +32,8 @@ class RunFolder:
         self.picture = self.path / "report.png"
         self.trackers = self.path / "trackers.json"
         self.passes = self.path / "passes.json"  # the size of passes, where memory was full
-        records = (self.config, self.metrics, self.samples, self.summary, self.passes)
+        self.measured = self.path / "measured.json"  # by `rlhf-kl doctor`
+        records = (self.config, self.metrics, self.samples, self.summary, self.passes, self.measured)
         self.scale = [self.path / f"scale.{end}" for end in ("json", "html", "png")]  # of `rlhf-kl scale`
         self.files = (*records, self.report, self.picture, self.trackers, *self.scale)
         self.final = self.path / "final"

@@ -20,7 +20,7 @@ from rlhf_kl.distributed import can_shard
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ppo.reference import ReferenceScores, reference_responses
 from rlhf_kl.types import Sampling
-from tests.runs import Cli, jsonl, sets
+from tests.runs import Cli, jsonl, rows, sets
 
 Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
 
@@ -28,7 +28,8 @@ Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
 @pytest.fixture
 def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Doctor:
     """`doctor("kl.target=0.2", code=0)`: topic -> its (level, text), of the tiny run with these changes."""
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    run = tiny_settings["run"] | {"output_dir": str(tmp_path / "run")}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings | {"run": run}))
 
     def check(*changes: str, code: int = 0, options: Sequence[str] = ()) -> dict[str, list[tuple[str, str]]]:
         words = ("doctor", "--config", tmp_path / "tiny.yaml", "--json", "--quiet", *sets(*changes), *options)
@@ -52,7 +53,41 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
     assert "6 updates" in found["time"][0][1]
     assert "all responses of full length, measured in one process; " in found["memory"][0][1]
-    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # nothing is left behind
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}
+
+
+STATEFUL = """
+import random
+
+class Counting:
+    def __init__(self): self.calls = 0
+    def __call__(self, prompts, responses):
+        self.calls += 1
+        return [self.calls % 3 + response.count("a") + random.random() for response in responses]
+    def state_dict(self): return {"calls": self.calls}
+    def load_state_dict(self, state): self.calls = state["calls"]
+"""
+
+
+def test_train_takes_over_what_the_doctor_measured_and_makes_the_same_run(
+    doctor: Doctor, rlhf_kl: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "counting.py").write_text(STATEFUL)
+    changes = sets(f"reward.kind={tmp_path / 'counting.py'}:Counting", "ppo.total_episodes=32")
+    doctor(*changes[1::2])
+
+    def takes_over(folder: str, *options: str) -> bool:
+        caplog.clear()
+        command = ("train", "--config", tmp_path / "tiny.yaml", *changes, "--output-dir", tmp_path / folder, *options)
+        outcome = rlhf_kl(*command)
+        assert outcome.code == 0, outcome
+        return "are those of doctor" in caplog.text
+
+    assert takes_over("run")
+    assert not takes_over("plain")
+    assert rows(tmp_path / "run") == rows(tmp_path / "plain")
+    assert not takes_over("run", "--seed", "7", "--overwrite")
 
 
 def test_a_controller_that_cannot_move_and_a_gradient_that_is_none(doctor: Doctor) -> None:
