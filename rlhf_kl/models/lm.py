@@ -169,7 +169,8 @@ class LM(Trunk):
 
     def _finished(self, project: Project) -> Head:
         config = self.model.config.get_text_config()
-        return Head(lambda hidden: final_logits(project(hidden), config), int(config.vocab_size))
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return Head(lambda hidden: final_logits(project(hidden), config), int(config.vocab_size), parameters)
 
     def _rounds(self, layer: nn.Module) -> bool:
         """Whether products of the head may round."""

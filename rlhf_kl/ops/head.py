@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_kl.ops.logprobs import TokenStats, chosen_logprobs, compare_distributions, logprobs_and_kl
 
-LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device
+LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device,
+PER_PARAMETER = 0.5  # and for each parameter of the model: half the memory of its float32 weights
 
 
 class Head(NamedTuple):
@@ -23,10 +24,16 @@ class Head(NamedTuple):
 
     logits: Callable[[Tensor], Tensor]
     vocabulary: int
+    parameters: int = 0  # of the model
 
     def chunk(self, device: torch.device) -> int:
-        """Tokens whose logits may exist at once."""
-        return max(1, LOGIT_ELEMENTS.get(device.type, LOGIT_ELEMENTS["cpu"]) // self.vocabulary)
+        """Tokens whose logits may exist at once. In one chunk nothing is computed again for the backward pass."""
+        elements = max(LOGIT_ELEMENTS.get(device.type, LOGIT_ELEMENTS["cpu"]), int(PER_PARAMETER * self.parameters))
+        return max(1, elements // self.vocabulary)
+
+    def of_logits(self) -> Head:
+        """The head of states that are logits already."""
+        return self._replace(logits=lambda logits: logits)
 
 
 def in_chunks(

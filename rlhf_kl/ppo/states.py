@@ -58,7 +58,7 @@ class ReferenceStates:
     def head(self) -> Head:
         """From what `at` gives to the logits."""
         head = self.lm.head()
-        return head if self.kept is self.hidden else Head(lambda logits: logits, head.vocabulary)
+        return head if self.kept is self.hidden else head.of_logits()
 
 
 class StateFeatures:

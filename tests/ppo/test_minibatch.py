@@ -143,6 +143,7 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
     """Neither sampling, nor measuring, nor training, nor the ceiling; and all of them give what they gave at once."""
     kl = {"placement": "loss", "estimator": "exact", "target": 0.01, "ceiling": {"value": 0.02}}
     rows = []
+    monkeypatch.setattr("rlhf_kl.ops.head.PER_PARAMETER", 0.0)
     for elements in (1 << 24, 7 * 20):
         monkeypatch.setattr("rlhf_kl.ops.head.LOGIT_ELEMENTS", {"cpu": elements})
         trainer = make_trainer(kl=kl, ppo={"learning_rate": 1e-2})
@@ -156,6 +157,30 @@ def test_no_pass_has_more_logits_than_there_is_room_for(make_trainer: Make, monk
         for name, number in whole.items():
             if isinstance(number, float) and not name.startswith("policy/logratio"):
                 assert chunked[name] == pytest.approx(number, rel=1e-3, abs=1e-5, nan_ok=True), name
+
+
+@pytest.mark.parametrize(("elements", "products"), [(1 << 24, 6.5), (7 * 20, 10.0)])
+def test_products_with_the_head_for_each_token_of_an_update(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, elements: int, products: float
+) -> None:
+    """Sampling, both models' figures, the loss with two gradients, and half of the responses after the update.
+
+    Where the logits do not fit at once, the loss computes both models' again, and the reference's are never kept.
+    """
+    monkeypatch.setattr("rlhf_kl.ops.head.LOGIT_ELEMENTS", {"cpu": elements})
+    monkeypatch.setattr("rlhf_kl.ops.head.PER_PARAMETER", 0.0)
+    kl = {"target": 1.0, "ceiling": {"value": "1.5x"}}
+    trainer = make_trainer(kl=kl, rollout={"batch_size": 32}, ppo={"epochs": 1})
+    rows = [0.0]
+
+    def count(weight: float) -> Callable[..., None]:
+        return lambda _head, _inputs, outputs: rows.append(weight * len(outputs[0] if weight == 2.0 else outputs))
+
+    for model in (trainer.model.policy.module, trainer.reference.lm.module):
+        model.lm_head.register_forward_hook(count(1.0))
+    trainer.model.policy.module.lm_head.register_full_backward_hook(count(2.0))
+    tokens = int(trainer.update(1).rollout.mask.sum())
+    assert sum(rows) / tokens == pytest.approx(products, abs=0.3)
 
 
 def test_responses_to_a_prompt_stay_in_one_minibatch(make_trainer: Make) -> None:

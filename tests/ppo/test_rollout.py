@@ -170,6 +170,7 @@ def test_its_logits_are_those_of_its_own_pass(
 ) -> None:
     """Of the rollout that was read last, in any order of its tokens; stored where they fit into a chunk."""
     monkeypatch.setitem(LOGIT_ELEMENTS, "cpu", elements)
+    monkeypatch.setattr("rlhf_kl.ops.head.PER_PARAMETER", 0.0)
     for noise, eos in (("x", ()), ("y", ()), ("z", (2,))):  # the first two have as many tokens
         rollout = roll_out(setup, letters, noise, eos)
         mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
