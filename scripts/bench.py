@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.benchmark import Timer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_kl.build.world import World as BuiltIn
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
@@ -100,19 +100,36 @@ def write_models(model: Any, tokenizer: Any, place: Path) -> tuple[Path, Path]:
     return place / "policy", place / "reward"
 
 
-def random_world(place: Path, shape: Mapping[str, Any], lengths: Sequence[int], **sizes: int) -> World:
-    """A GPT-2 or Llama with random weights over words w0, w1, ...; it practically never ends a text."""
+def random_world(
+    place: Path,
+    shape: Mapping[str, Any],
+    lengths: Sequence[int],
+    reward: Mapping[str, Any] | None = None,
+    **sizes: int,
+) -> World:
+    """A model with random weights over words w0, w1, ...; it practically never ends a text.
+
+    `reward`: the shape of a Llama that scores; None = the policy's trunk does.
+    """
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(shape["vocab_size"] - 2))]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
-    if "layers" in shape:
-        model = new_gpt2(**shape, context=1024, tokenizer=tokenizer, seed=0)
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**(LLAMA | shape), pad_token_id=0, max_position_embeddings=1024))
+    model = new_gpt2(**shape, context=1024, tokenizer=tokenizer, seed=0) if "layers" in shape else shaped(shape)
     folders = write_models(model, tokenizer, place)
+    if reward is not None:
+        write_models(shaped({"vocab_size": len(words)} | reward), tokenizer, place / "scorer")
+        folders = folders[0], place / "scorer" / "reward"
     return World(*folders, write_prompts(place / "prompts.jsonl", len(words), lengths), **sizes)
+
+
+def shaped(shape: Mapping[str, Any]) -> Any:
+    """A Llama, or the `model_type` of the shape, with random weights."""
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "max_position_embeddings": 1024}
+    if "model_type" not in shape:
+        return LlamaForCausalLM(LlamaConfig(**(LLAMA | shape), **{k: v for k, v in ends.items() if k not in LLAMA}))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape, **ends))
 
 
 def make_world(name: str, args: argparse.Namespace, place: Path) -> World:

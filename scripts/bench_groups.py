@@ -11,8 +11,9 @@ ours the reference samples too. TRL gives a policy no positions, so that padding
 the prompts only those of the most usual length are used, by both sides.
 
 The models: `reviews`, the built-in one; `llama`, of 43M parameters with random weights, which has seconds an update but
-no score that means anything; `gpt2`, of GPT-2 small's shape, beside TRL's PPO: its last release is 1.12.0, in an
-environment of its own that --peer-python names.
+no score that means anything; `smollm2` (135M), `gemma3` (270M) and `qwen` (two layers of 0.5B), by the shapes and
+vocabularies of small models of today; `gpt2`, of GPT-2 small's shape, beside TRL's PPO: its last release is 1.12.0, in
+an environment of its own that --peer-python names.
 
 A peer's constant beta is first searched for, on seed 0, until the KL over the last fifth of the run is within a tenth
 of the target; --betas rloo=0.3 gives it. Each seed then runs one side after the other. The KL is the estimate that
@@ -59,10 +60,26 @@ LLAMA = {
     "intermediate_size": 1472,
     "tie_word_embeddings": False,
 }
+# Small models of today, by the shapes of their configs, with a small scorer: their vocabularies are what costs.
+TODAY: dict[str, dict[str, Any]] = {
+    "smollm2": {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536, "tie_word_embeddings": True},
+    "gemma3": {"model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 640, "num_hidden_layers": 18}
+    | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048}
+    | {"query_pre_attn_scalar": 256, "sliding_window": 512},
+    "qwen": {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 2}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True},
+}
+SCORER = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "reviews": {"score": 2.5},
     # A small rate, so that no response learns to end, and any beta: no KL is compared.
     "llama": {"seeds": [0, 1], "batch": 32, "updates": 12, "learning_rate": 1e-6, "betas": ["rloo=0.1", "grpo=0.1"]},
+    **dict.fromkeys(
+        TODAY,
+        {"seeds": [0], "batch": 16, "updates": 8, "max_new_tokens": 24, "learning_rate": 1e-6}
+        | {"betas": ["rloo=0.1"], "sides": ["rloo", "TRL rloo"]},
+    ),
     # As the last release of TRL's PPO was compared: one optimizer step in each of two passes.
     "gpt2": {"seeds": [0], "batch": 16, "group": 1, "epochs": 2, "minibatches": 1, "updates": 8, "max_new_tokens": 32}
     | {"learning_rate": 1e-6, "betas": ["ppo=0.1"], "sides": ["gae", "gae separate", "TRL ppo"]},
@@ -245,7 +262,8 @@ def make_models(args: argparse.Namespace) -> None:
     if args.model != "reviews":
         folder = args.folder / args.model
         if not (folder / "prompts.jsonl").exists():  # written last
-            random_world(folder, LLAMA if args.model == "llama" else SHAPES[args.model], [16] * 512)
+            shape = LLAMA if args.model == "llama" else (SHAPES | TODAY)[args.model]
+            random_world(folder, shape, [16] * 512, SCORER if args.model in TODAY else None)
         args.policy, args.reward, args.prompts = folder / "policy", folder / "reward", folder / "prompts.jsonl"
     else:
         world = BuiltIn("builtin:reviews")
