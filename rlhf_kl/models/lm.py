@@ -26,7 +26,7 @@ from rlhf_kl.models.logits import (
     can_shift,
     decoding_head,
     final_logits,
-    has_rounding_products,
+    rounding_product,
 )
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
@@ -154,8 +154,9 @@ class LM(Trunk):
     def head(self) -> Head:
         """What makes logits of its hidden states, for the weights as they are now."""
         layer = self.base.get_output_embeddings()
-        if self._rounds(layer) and has_rounding_products(layer.weight.device):
-            self.rounded = self.rounded or RoundedHead(layer)
+        product = rounding_product(layer.weight.device) if self._rounds(layer) else None
+        if product is not None:
+            self.rounded = self.rounded or RoundedHead(layer, product)
             return self._finished(self.rounded.now())
 
         def exact(hidden: Tensor) -> Tensor:

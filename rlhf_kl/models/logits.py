@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rlhf_kl.hub import first_line
+from rlhf_kl.ui import log
+
 SOFT_CAP = "final_logit_softcapping"
+SAME_PRODUCT = 1e-3  # largest error of a product over its largest number: one that rounds its sums has more
 
 Project = Callable[[Tensor], Tensor]  # hidden states (n, H) -> float32 logits (n, V)
 
@@ -39,11 +44,42 @@ def can_shift(layer: nn.Module, config: Any) -> bool:
     return type(layer) is nn.Linear and layer.bias is None and not getattr(config, SOFT_CAP, None)
 
 
-def has_rounding_products(device: torch.device) -> bool:
-    """Whether float32 products that round to bfloat16 are fast: on a CPU with units for bfloat16, from torch 2.9 on."""
-    tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    has_units = any(test is not None and test() for test in tests)
-    return device.type == "cpu" and hasattr(torch.backends.mkldnn, "matmul") and has_units
+@cache
+def rounding_product(device: torch.device) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """x (n, H), weight (V, H) -> x @ weight.T with operands rounded to bfloat16 and sums in float32: (n, V) float32.
+
+    None where the device has no fast one, or one that is off.
+    """
+    if device.type == "cpu":
+        tests = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+        has_units = any(test is not None and test() for test in tests)
+        return _product_of_cpu if hasattr(torch.backends.mkldnn, "matmul") and has_units else None
+    if device.type != "cuda":
+        return None
+    if fault := fault_of(_product_of_cuda, device):
+        log.info(f"the head computes in float32: {device} has no product of bfloat16 with sums in float32: {fault}")
+    return None if fault else _product_of_cuda
+
+
+def fault_of(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> str:
+    """Why a `rounding_product` of this device is not used; empty if it agrees with float32."""
+    x, weight = (torch.linspace(-1.0, end, 64 * 64, device=device).view(64, 64) for end in (1.0, 3.0))
+    exact = x.bfloat16().float() @ weight.bfloat16().float().T
+    try:
+        off = float((product(x, weight) - exact).abs().max() / exact.abs().max())
+    except (TypeError, RuntimeError) as error:
+        return first_line(error)
+    return "" if off <= SAME_PRODUCT else f"it is off by {off:.2g}"
+
+
+def _product_of_cpu(x: Tensor, weight: Tensor) -> Tensor:
+    with _rounding(), torch.autocast("cpu", enabled=False):
+        return torch.mm(x, weight.T)
+
+
+def _product_of_cuda(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cuda", enabled=False):
+        return torch.mm(x.bfloat16(), weight.bfloat16().T, out_dtype=torch.float32)
 
 
 def decoding_head(layer: nn.Linear) -> Project:
@@ -68,10 +104,10 @@ def decoding_head(layer: nn.Linear) -> Project:
 
 
 class RoundedHead:
-    """Logits by products that round to bfloat16 and sum in float32, with gradients."""
+    """Logits by a `rounding_product`, with gradients."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        self.layer = layer
+    def __init__(self, layer: nn.Linear, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.layer, self.product = layer, product
         self.frozen: Tensor | None = None  # the centred weight, while it is not trained
 
     def now(self) -> Project:
@@ -80,6 +116,8 @@ class RoundedHead:
         centred = None if weight.requires_grad else self.frozen
         if centred is None:
             centred = weight.detach() - weight.detach().mean(0)
+            if weight.device.type != "cpu":  # where a copy in float32 would only take memory
+                centred = centred.bfloat16()
         self.frozen = None if weight.requires_grad else centred
 
         def head(hidden: Tensor) -> Tensor:
@@ -88,8 +126,9 @@ class RoundedHead:
             if mean is None:
                 with torch.autocast(hidden.device.type, enabled=False):
                     mean = hidden.detach().mean(0)
-                    shift = centred @ mean
-            logits: Tensor = _RoundedProduct.apply(hidden, weight, centred, mean, shift)
+                    shift = weight.detach().float() @ mean
+                    shift -= shift.mean()
+            logits: Tensor = _RoundedProduct.apply(self.product, hidden, weight, centred, mean, shift)
             return logits
 
         return head
@@ -99,22 +138,29 @@ class _RoundedProduct(torch.autograd.Function):
     """`hidden @ centred.T`; a loss that no shift of the logits changes has the same gradient in both weights."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, centred: Tensor, mean: Tensor, shift: Tensor) -> Tensor:
-        """`shift`: `centred @ mean`."""
+    def forward(
+        ctx: Any,
+        product: Callable[[Tensor, Tensor], Tensor],
+        hidden: Tensor,
+        weight: Tensor,
+        centred: Tensor,
+        mean: Tensor,
+        shift: Tensor,
+    ) -> Tensor:
+        """`shift`: what the mean state gives."""
         del weight
         ctx.save_for_backward(hidden, centred)
-        with _rounding(), torch.autocast(hidden.device.type, enabled=False):
-            return torch.mm(hidden - mean, centred.T).add_(shift)
+        return product(hidden - mean, centred).add_(shift)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, None, None, None]:
         hidden, centred = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
             rounded = grad.bfloat16()  # gradients in bfloat16, as those of the layers
-            to_hidden = (rounded @ centred.bfloat16()).float() if ctx.needs_input_grad[0] else None
-            to_weight = (rounded.T @ hidden.bfloat16()).float() if ctx.needs_input_grad[1] else None
-        return to_hidden, to_weight, None, None, None
+            to_hidden = (rounded @ centred.bfloat16()).float() if ctx.needs_input_grad[1] else None
+            to_weight = (rounded.T @ hidden.bfloat16()).float() if ctx.needs_input_grad[2] else None
+        return None, to_hidden, to_weight, None, None, None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.models import logits as logits_module
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.logits import RoundedHead, decoding_head, has_rounding_products
+from rlhf_kl.models.logits import RoundedHead, decoding_head, rounding_product
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
@@ -133,12 +135,40 @@ def test_the_padding_gap_is_that_of_the_worst_token(shifted: Make, prompts_of: M
     assert padding_gap(sampled, other) == pytest.approx(0.25)
 
 
-ROUNDS = pytest.mark.skipif(not has_rounding_products(CPU), reason="no products in bfloat16 on this processor")
+ROUNDS = pytest.mark.skipif(rounding_product(CPU) is None, reason="no products in bfloat16 on this processor")
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
-@ROUNDS
+def wide_mm(x: Tensor, y: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """What `torch.mm` does on a GPU with an `out_dtype`."""
+    assert x.dtype == y.dtype == BF16
+    return torch.matmul(x.to(out_dtype), y.to(out_dtype))
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=ROUNDS), "cuda"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Product:
+    """The product of a processor with units for bfloat16, and that of a GPU, computed here."""
+    if request.param == "cuda":
+        monkeypatch.setattr(torch, "mm", wide_mm)
+        return logits_module._product_of_cuda
+    found = rounding_product(CPU)
+    assert found is not None
+    return found
+
+
+def test_a_product_that_rounds_its_sums_or_is_missing_is_found(product: Product) -> None:
+    assert logits_module.fault_of(product, CPU) == ""
+    assert "off by" in logits_module.fault_of(lambda x, weight: (x.bfloat16() @ weight.bfloat16().T).float(), CPU)
+    missing = TypeError("mm() got an unexpected keyword argument 'out_dtype'\nhere")
+
+    def fails(x: Tensor, weight: Tensor) -> Tensor:
+        raise missing
+
+    assert logits_module.fault_of(fails, CPU) == "mm() got an unexpected keyword argument 'out_dtype'"
+
+
 @pytest.mark.parametrize("spread", [0.05, 0.3])
-def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
+def test_a_rounded_head_keeps_log_probs_and_the_kl(product: Product, spread: float) -> None:
     """At logits near -70, through a unit near 10 whose column is near -7: the shift is no number that bfloat16 has."""
     noise, states = torch.Generator().manual_seed(0), 200
 
@@ -153,7 +183,7 @@ def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
         hidden[:, 3] = 10 + 0.5 * normal(states)
         exact = Categorical(logits=hidden.double() @ layer.weight.double().T)
         assert -80 < float((hidden @ layer.weight.T).mean()) < -60
-        found, ids = RoundedHead(layer).now()(hidden), exact.sample()
+        found, ids = RoundedHead(layer, product).now()(hidden), exact.sample()
         for logits in (found, decoding_head(layer)(hidden)):
             gap = (Categorical(logits=logits.double()).log_prob(ids) - exact.log_prob(ids)).abs()
             assert float(gap.mean()) < 1e-2
@@ -162,20 +192,19 @@ def test_a_rounded_head_keeps_log_probs_and_the_kl(spread: float) -> None:
             other, there = nn.Linear(256, 4096, bias=False), hidden + moved * normal(states, 256)
             other.weight.copy_(layer.weight + moved * normal(4096, 256))
             kl = float(kl_divergence(exact, Categorical(logits=there.double() @ other.weight.double().T)).mean())
-            result = float(exact_kl(found, RoundedHead(other).now()(there)).mean())
+            result = float(exact_kl(found, RoundedHead(other, product).now()(there)).mean())
             assert abs(result - kl) < max(0.03 * kl, 5e-5)
     assert kl > 0.7
 
 
-@ROUNDS
-def test_gradients_of_a_rounded_head_are_those_of_float64() -> None:
+def test_gradients_of_a_rounded_head_are_those_of_float64(product: Product) -> None:
     """Of a loss that no shift of the logits changes, to the rounding of bfloat16."""
     torch.manual_seed(0)
     layer, hidden = nn.Linear(64, 512, bias=False), torch.randn(48, 64, requires_grad=True)
     with torch.no_grad():
         layer.weight[:, 3] -= 7.0
     ids = torch.randint(512, (48,))
-    (3.0 * chosen_logprobs(RoundedHead(layer).now()(hidden), ids)).sum().backward()
+    (3.0 * chosen_logprobs(RoundedHead(layer, product).now()(hidden), ids)).sum().backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, layer.weight)]
     (3.0 * Categorical(logits=exact[0] @ exact[1].T).log_prob(ids)).sum().backward()
     for mine, theirs in ((hidden.grad, exact[0].grad), (layer.weight.grad, exact[1].grad)):
@@ -184,12 +213,11 @@ def test_gradients_of_a_rounded_head_are_those_of_float64() -> None:
         assert float((mine.double() - theirs).norm() / theirs.norm()) < 0.02
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="no products that round in this torch")
-def test_a_rounded_head_follows_each_change_of_its_weights() -> None:
+def test_a_rounded_head_follows_each_change_of_its_weights(product: Product) -> None:
     """By the optimizer's one kernel, and by copies, as the ceiling and a checkpoint make them."""
     torch.manual_seed(0)
     layer, hidden = nn.Linear(64, 512, bias=False), torch.randn(48, 64)
-    head, start = RoundedHead(layer), layer.weight.detach().clone()
+    head, start = RoundedHead(layer, product), layer.weight.detach().clone()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
 
     def agrees() -> bool:
