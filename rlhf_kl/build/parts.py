@@ -17,7 +17,7 @@ from rlhf_kl.config.plugins import check_named, configured_controller
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data import sets
-from rlhf_kl.data.prompts import PromptStream, prepare_prompts, template_note
+from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.distributed import Ranks, shard, unsharded
 from rlhf_kl.errors import InputError, blame
@@ -74,8 +74,13 @@ class Setup:
     texts: list[str]
     sampling: Sampling
     reference_is_initial_policy: bool
+    chat: bool  # whether prompts are written with a chat template
     sharded: list[nn.Module] = field(default_factory=list)
     cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
+
+    def resolved(self, config: TrainConfig) -> TrainConfig:
+        """With what `data.chat_template` auto stands for, so that the stored config tells it."""
+        return config.model_copy(update={"data": config.data.model_copy(update={"chat_template": self.chat})})
 
 
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
@@ -94,7 +99,8 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     tokenizer = loaded.tokenizer
     reference, is_initial_policy = build_reference(config, loader, loaded)
     scorers = loader.scorers(config.reward)
-    train, kept = build_prompts(config, rows, model, tokenizer)
+    form = resolved_form(config.data, rows[0], tokenizer)
+    train, kept = build_prompts(config.model_copy(update={"data": form}), rows, model, tokenizer)
     for prompts in (train, kept):
         scorers.columns_of(prompts)
     scorers.begin(1, config.updates)
@@ -107,7 +113,18 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
         for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
             store_frozen(each, dtype)
-    return Setup(policy, reference, tokenizer, scorers, stream, heldout, texts, sampling, is_initial_policy)
+    return Setup(
+        policy,
+        reference,
+        tokenizer,
+        scorers,
+        stream,
+        heldout,
+        texts,
+        sampling,
+        is_initial_policy,
+        bool(form.chat_template),
+    )
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
@@ -149,10 +166,9 @@ def build_prompts(
         raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
     room = None if context is None else context - new
     train_rows, kept_rows = read
-    if note := template_note(train_rows, tokenizer, config.data):
-        log.warning(note)
-    train = usable_prompts("data.prompts", train_rows, policy, tokenizer, room, config.data)
-    kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, config.data)
+    form = resolved_form(config.data, train_rows, tokenizer)
+    train = usable_prompts("data.prompts", train_rows, policy, tokenizer, room, form)
+    kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, form)
     if kept_rows is not train_rows:  # prompts that were cut short may have become the same
         numbered, held = (list(enumerate(map(tuple, prompts.ids))) for prompts in (train, kept))
         rest, _ = sets.divided("data.prompts", numbered, held, lambda pair: pair[1])

@@ -83,7 +83,9 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += check_config(config, processes)
         config = on_this_machine(config)
         device = run_device(config.run)
-        setup, written, config = build_setup(config, device), config, with_files(config)
+        setup = build_setup(config, device)
+        written = setup.resolved(config)
+        config = with_files(written)
         loader = Loader.for_run(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]

@@ -45,6 +45,7 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     check_sizes(config, run.ranks.count)
     device = run_device(config.run, group=True)
     setup = run.ranks.first_before_others(lambda: build_setup(config, device))
+    run.config = config = setup.resolved(config)
     contents = fingerprints(setup)
     run.check(device, contents)
     start = run.saved("start")

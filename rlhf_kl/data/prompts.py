@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_kl.config.schema.base import chat_problems, refuse
 from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data.chat import chat_prompt, require_chat_template, turns_of
 from rlhf_kl.data.texts import PromptRow
@@ -12,6 +13,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.types import Prompts
+from rlhf_kl.ui import log
 
 
 def prepare_prompts(
@@ -23,37 +25,54 @@ def prepare_prompts(
     """
     if room is not None and room < 1:
         raise InputError(f"rollout.max_new_tokens takes the whole context of the model: lower it by {1 - room} or more")
-    if form.chat_template:
+    chat = uses_template(form, prompts, tokenizer)
+    if chat:
         require_chat_template(tokenizer, "data.chat_template", form.chat_options)
     full = [prompt for prompt in prompts if prompt.text.strip()]
     empty = len(prompts) - len(full)
+    if not chat:
+        full = [prompt for prompt in full if len(prompt.messages) <= 1]
+    several = len(prompts) - empty - len(full)
     if form.first_tokens is not None:
         full = _beginnings(full, tokenizer, form.first_tokens)
-    if form.chat_template:
+    if chat:
         written = [chat_prompt(tokenizer, each.messages or each.text, form.system, form.chat_options) for each in full]
     else:
         written = [prompt.text for prompt in full]
-    ids = encode_all(tokenizer, written, bos=False if form.chat_template else None)  # a template writes its bos itself
+    ids = encode_all(tokenizer, written, bos=False if chat else None)  # a template writes its bos itself
     fitting = [i for i, row in enumerate(ids) if room is None or len(row) <= room]
     long = len(full) - len(fitting)
     reasons = [f"{empty} empty"] if empty else []
+    if several:
+        reasons.append(f"{several} of several turns without a chat template")
     if long:
         reasons.append(f"{long} longer than the {room} tokens that the context leaves beside rollout.max_new_tokens")
     if not fitting:
         raise InputError(f"none of {len(prompts)} prompts can be used: {', '.join(reasons)}")
-    note = f"{empty + long} of {len(prompts)} prompts left out: {', '.join(reasons)}" if reasons else ""
+    left_out = empty + several + long
+    note = f"{left_out} of {len(prompts)} prompts left out: {', '.join(reasons)}" if reasons else ""
     texts, rows, messages = (list(column) for column in zip(*full, strict=True))
     return Prompts(texts, ids, rows, messages).pick(fitting), note
 
 
-def template_note(prompts: Sequence[PromptRow], tokenizer: Any, form: PromptsSection) -> str:
-    """What a person should know where conversations are written without the template that a chat model needs."""
-    if form.chat_template or not tokenizer.chat_template or not any(prompt.messages for prompt in prompts):
-        return ""
-    return (
-        "data.prompts holds conversations, but they are read as plain text, without the tokenizer's chat template: "
-        "set data.chat_template=true to write them as turns"
-    )
+def uses_template(form: PromptsSection, prompts: Sequence[PromptRow], tokenizer: Any) -> bool:
+    """Whether these prompts are written with the tokenizer's chat template."""
+    if form.chat_template == "auto":
+        return bool(tokenizer.chat_template) and any(prompt.messages for prompt in prompts)
+    return form.chat_template
+
+
+def resolved_form(form: PromptsSection, prompts: Sequence[PromptRow], tokenizer: Any) -> PromptsSection:
+    """The form in which a run writes all its prompts, by those that it trains on.
+
+    Errors: InputError for what only a chat template reads, where none is used.
+    """
+    chat = uses_template(form, prompts, tokenizer)
+    refuse(*chat_problems(form.system, form.chat_options, chat))
+    if form.chat_template == "auto" and tokenizer.chat_template:
+        kind, use = ("conversations", "used") if chat else ("plain texts", "not used")
+        log.info(f"data.prompts are {kind}: the tokenizer's chat template is {use} (data.chat_template: auto)")
+    return form.model_copy(update={"chat_template": chat})
 
 
 def _beginnings(prompts: Sequence[PromptRow], tokenizer: Any, count: int) -> list[PromptRow]:

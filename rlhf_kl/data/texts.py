@@ -69,7 +69,7 @@ def read_prompts(rows: Sequence[Row], where: str, data: PromptsSection) -> Read[
 
     def read(row: Row, place: str) -> PromptRow:
         if data.template is None and is_conversation(column(row, name, place)):
-            prompt = _writable(split_conversation(row[name])[0], chat=data.chat_template)
+            prompt = _writable(split_conversation(row[name])[0], chat=bool(data.chat_template))
             return PromptRow(_full(plain_text(prompt)), row, turns_of(prompt))
         return PromptRow(_full(_text(row, name, data.template, place)), row)
 

@@ -100,9 +100,9 @@ def test_prompts_in_the_form_of_conversations_and_of_columns(tmp_path: Path) -> 
     turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
     rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
     file = jsonl(tmp_path / "c.jsonl", rows)
-    assert [row.text for row in sets.prompts(prompts(file), HELD)[0]] == ["why?", "plain"]
-    chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [len(row.messages) for row in sets.prompts(chat, HELD)[0]] == [1, 3, 0]
+    plain = PromptsSection(prompts=file, column="q", chat_template=False)
+    assert [row.text for row in sets.prompts(plain, HELD)[0]] == ["why?", "plain"]
+    assert [len(row.messages) for row in sets.prompts(prompts(file), HELD)[0]] == [1, 3, 0]
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
     assert sets.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"

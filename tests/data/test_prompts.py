@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data.chat import plain_text
-from rlhf_kl.data.prompts import PromptStream, prepare_prompts, template_note
+from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.types import Prompt, Prompts
 from tests.made import Make, problem
@@ -75,20 +75,21 @@ def test_a_prompt_as_a_turn_of_a_chat(letters: Any) -> None:
     assert "no system" in problem(prepare, ["ab"], chatty, 10, chat_template=True)
 
 
-def test_conversations_without_the_template_of_a_chat_model_are_told(letters: Any) -> None:
+def test_auto_uses_the_template_for_conversations_where_there_is_one(letters: Any) -> None:
     chatty = copy.deepcopy(letters)
     chatty.chat_template = CHAT
-    talk, text = (PromptRow("ab", {}, messages) for messages in ((("user", "ab"),), ()))
-    told = [
-        bool(template_note([row], tokenizer, PromptsSection(prompts="p.jsonl", chat_template=chat)))
-        for row, tokenizer, chat in [
-            (talk, chatty, False),
-            (talk, chatty, True),
-            (talk, letters, False),
-            (text, chatty, False),
-        ]
-    ]
-    assert told == [True, False, False, False]
+    text, talk = PromptRow("ab", {}), PromptRow("ab", {}, (("user", "ab"),))
+    several = PromptRow("abc", {}, (("user", "a"), ("assistant", "b"), ("user", "c")))
+    plain, turn = [1, 3, 4], [3, 4, 2, 6]
+    form, system = (PromptsSection(prompts="p.jsonl", system=system) for system in (None, "c"))
+    assert prepare_prompts([talk, text], chatty, 20, form)[0].ids == [turn, turn]
+    assert prepare_prompts([text], chatty, 20, form)[0].ids == [plain]
+    never = form.model_copy(update={"chat_template": False})
+    assert prepare_prompts([talk], chatty, 20, never)[0].ids == [plain]
+    prompts, note = prepare_prompts([talk, several], letters, 20, form)
+    assert (prompts.ids, note) == ([plain], "1 of 2 prompts left out: 1 of several turns without a chat template")
+    assert resolved_form(system, [talk], chatty).chat_template is True
+    assert "data.system is only read where" in problem(resolved_form, system, [talk], letters)
 
 
 def test_variables_of_a_chat_template(letters: Any) -> None:

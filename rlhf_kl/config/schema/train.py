@@ -70,16 +70,16 @@ class PromptsSection(Section):
     """Template for the prompt from several columns, such as "Title: {title}"; null = `column` as it is."""
     first_tokens: Count | None = None
     """Keep only this many tokens from the start of a prompt; null = all."""
-    chat_template: bool = False
-    """Format the prompt as a user turn with the tokenizer's chat template."""
+    chat_template: bool | Literal["auto"] = "auto"
+    """Write prompts as turns with the tokenizer's chat template; auto = if it has one and they are conversations."""
     system: str | None = None
-    """System message before the prompt, if chat_template is true."""
+    """System message before the prompt, if the chat template is used."""
     chat_options: dict[Name, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}, if chat_template is true."""
+    """Variables of the chat template, such as {enable_thinking: false}, if it is used."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        refuse(*chat_problems(self.system, self.chat_options, self.chat_template))
+        refuse(*chat_problems(self.system, self.chat_options, bool(self.chat_template)))
         return self
 
 
