@@ -12,6 +12,7 @@ from rlhf_kl.errors import InputError, no_such_file
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 PICKLED_FILES = ["*.bin"]
 SUBFOLDERS = ["*/*"]
+GGUF = ".gguf"
 _ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
@@ -30,10 +31,15 @@ def hub_name(ref: str) -> HubName | None:
 
 
 def model_on_hub(ref: str, *, pickled: bool = False) -> HubName | None:
-    """The hub id of a model, None for a local folder. Errors: InputError if `ref` can be neither, or holds no model."""
+    """The hub id of a model, None for a local folder or GGUF file.
+
+    Errors: InputError if `ref` can be none of them, or holds no model.
+    """
     folder, hub = Path(ref), hub_name(ref)
     if folder.is_file():
-        raise InputError(f"{ref}: is a file, not the folder of a model")
+        if folder.suffix == GGUF:
+            return None
+        raise InputError(f"{ref}: is a file, not the folder of a model, and no {GGUF} file")
     if not folder.is_dir():
         if hub is None or hub.subset is not None or ref.startswith("."):
             raise InputError(f"neither a folder nor a hub id (owner/name, owner/name@revision): {no_such_file(ref)}")
@@ -48,7 +54,7 @@ def model_on_hub(ref: str, *, pickled: bool = False) -> HubName | None:
 
 
 def model_folder(ref: str, *, pickled: bool = False) -> str:
-    """The folder of a model: a local folder itself; a hub id (`owner/name[@revision]`) downloaded or from the cache.
+    """The folder of a model: a local one, or GGUF file, itself; of a hub id (`owner/name[@revision]`) the downloaded one.
 
     Loading from it reads only local files. Errors: InputError if there is no such model or revision.
     """

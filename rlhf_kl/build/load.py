@@ -13,7 +13,8 @@ from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema.base import RunSection, TunedSection
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.errors import blame
-from rlhf_kl.hub import model_folder
+from rlhf_kl.hub import GGUF, model_folder
+from rlhf_kl.models.gguf import gguf_folder
 from rlhf_kl.models.lm import enable_recompute
 from rlhf_kl.models.load import (
     SAFE,
@@ -72,8 +73,9 @@ class Loader:
     # ---- models
 
     def folder(self, ref: str) -> str:
-        """The local folder of a model."""
-        return model_folder(ref, pickled=self.access.pickle)
+        """The local folder of a model; that of a GGUF file lies in the cache."""
+        found = model_folder(ref, pickled=self.access.pickle)
+        return gguf_folder(found) if found.endswith(GGUF) else found
 
     def tokenizer(self, ref: str, key: str) -> Any:
         """The tokenizer of a model."""

@@ -141,14 +141,12 @@ def _prompts(
     from rlhf_kl.commands.stored import located
     from rlhf_kl.config.schema.train import PromptsSection
     from rlhf_kl.data import sets
-    from rlhf_kl.data.prompts import PromptStream, resolved_form
+    from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.data.texts import PromptRow, read_prompts
     from rlhf_kl.models.load import context_length
     from rlhf_kl.ppo.evaluate import SHOWN
 
     form = config.data.model_copy(update={"first_tokens": None})  # a prompt that was typed is not cut
-    if (texts or file) and form.chat_template == "auto":  # written as those of the training would be
-        form = resolved_form(form, sets.prompts(config.data, config.eval)[0], tokenizer)
     key, rows = "--prompt", [PromptRow(text, {}) for text in texts]
     if file == "-":
         key, rows = "--prompts -", [PromptRow(line, {}) for line in sys.stdin.read().splitlines()]
