@@ -54,7 +54,7 @@ def model_on_hub(ref: str, *, pickled: bool = False) -> HubName | None:
 
 
 def model_folder(ref: str, *, pickled: bool = False) -> str:
-    """The folder of a model: a local one, or GGUF file, itself; of a hub id (`owner/name[@revision]`) the downloaded one.
+    """The folder of a model: a local one, or GGUF file, itself; of a hub id (`owner/name[@revision]`) its download.
 
     Loading from it reads only local files. Errors: InputError if there is no such model or revision.
     """
