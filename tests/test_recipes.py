@@ -6,6 +6,7 @@ Every step runs on a data set of the same columns and splits, with a random mode
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rlhf_kl.config.load import load_config
 from rlhf_kl.config.paths import shipped_configs
 from rlhf_kl.models.load import save_model
 from rlhf_kl.models.scratch import train_tokenizer
+from rlhf_kl.plugins import load_attribute
 
 Cli = Callable[..., Any]
 WORDS = "the film was good bad long funny and a story of one dog who ran far away home again".split()  # noqa: SIM905
@@ -24,6 +26,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "m
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-community/gpt2": ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 160}),
     "EleutherAI/pythia-160m": ("gpt_neox", {**SIZES, "intermediate_size": 32}),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", {**SIZES, "intermediate_size": 32}),
     "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2", {**SIZES, "intermediate_size": 32, "num_key_value_heads": 1}),
 }
 CHAT = (
@@ -127,6 +130,27 @@ def test_every_step_of_a_recipe_runs(
     assert (tmp_path / "runs" / f"{recipe}_ppo" / "merged").is_dir() == chat
     reward = json.loads((tmp_path / "runs" / f"{recipe}_reward" / "final" / "config.json").read_text())
     assert reward["rlhf_kl_format"] == {"chat": chat, "append_eos": True}
+
+
+def test_the_run_of_a_real_model_on_a_laptop(
+    stand_ins: dict[str, str], rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the files that it ships with; its model may lie in the working directory, under its name on the hub."""
+    monkeypatch.chdir(tmp_path)
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    shutil.copytree(stand_ins[name], tmp_path / name)
+    sets = [argument for change in LESS["train"] for argument in ("--set", change)]
+    for kind in ("sentiment", "rule"):
+        outcome = rlhf_kl("train", "--config", f"smollm2_{kind}.yaml", "--quiet", *sets)
+        assert outcome.code == 0, outcome.err
+    config = load_config("train", "smollm2_sentiment.yaml")
+    assert (config.updates, config.policy.model) == (12, str(tmp_path / name))
+    rows = Path(config.data.prompts).read_text().splitlines()
+    assert len(set(rows)) == len(rows) > 100
+    place = shipped_configs() / "smollm2" / "vader.py"
+    score, short = (load_attribute(f"{place}:{kind}") for kind in ("compound", "short"))
+    assert score([""] * 3, ["I love it.", "It is a door.", "This is awful."]) == [0.6369, 0.0, -0.4588]
+    assert short([""] * 4, ["I love it.", "I love it", "", "a " * 13 + "."]) == [1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -42,7 +42,7 @@ def find_config(name: str | Path, *, folder: Path | None = None, but: Path | Non
 
 def looks_like_path(value: str) -> bool:
     """Whether a value can only be a path, also where there is no such file."""
-    return value.startswith((".", "/", "~")) or value.lower().endswith(DATA_SUFFIXES)
+    return value.startswith((".", "/", "~")) or value.lower().endswith((*DATA_SUFFIXES, ".gguf"))
 
 
 def source(value: Any) -> Any:
