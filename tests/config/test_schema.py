@@ -38,7 +38,10 @@ def leaves(model: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
             ({"rollout": {"batch_size": b}}, "minibatch_size", m)
             for b, m in ((64, 16), (6, 2), (10, 5), (7, 7), (1, 1))
         ),
-        *(({"ppo": {"total_episodes": n}}, "reference_samples", s) for n, s in ((64, 128), (3840, 480), (51200, 1024))),
+        *(
+            ({"ppo": {"total_episodes": n}}, "reference_samples", s)
+            for n, s in ((64, 64), (384, 96), (640, 128), (3840, 480), (51200, 1024))
+        ),
         ({"rollout": {"reference_samples": 7}}, "reference_samples", 7),
         ({"ppo": {"total_episodes": 128, "value_warmup": 1}}, "controlled_updates", 1),
         ({"ppo": {"advantage": "grpo"}, "rollout": {"samples_per_prompt": 4}}, "critic", None),

@@ -95,7 +95,8 @@ class RolloutSection(Section):
     reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
     """Most responses sampled from the reference at the start, to normalise scores and to compute the starting beta.
 
-    null = an eighth of ppo.total_episodes, at least 128 and at most 1024. Sampling ends earlier once both are known.
+    null = an eighth of ppo.total_episodes, at most 1024, at least 128 (in a short run a quarter, at least 64). Sampling
+    ends earlier once both are known.
     """
 
     @model_validator(mode="after")
@@ -280,7 +281,8 @@ class TrainConfig(Section):
     def reference_samples(self) -> int:
         """Responses sampled from the reference at the start; a short run does not spend most of its time on them."""
         written = self.rollout.reference_samples
-        return min(1024, max(128, self.ppo.total_episodes // 8)) if written is None else written
+        episodes = self.ppo.total_episodes
+        return min(1024, max(64, min(128, episodes // 4), episodes // 8)) if written is None else written
 
     @property
     def critic(self) -> Literal["features", "head", "separate"] | None:
