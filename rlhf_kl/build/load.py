@@ -14,7 +14,7 @@ from rlhf_kl.config.schema.base import RunSection, TunedSection
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.errors import blame
 from rlhf_kl.hub import model_folder
-from rlhf_kl.models.lm import enable_recompute
+from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import (
     SAFE,
     Access,
@@ -35,7 +35,7 @@ from rlhf_kl.models.lora import (
     require_classifier_adapter,
 )
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.models.value import freeze
+from rlhf_kl.models.value import freeze, frozen_lm
 from rlhf_kl.plugins import is_reference
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, TRLReward
@@ -60,7 +60,7 @@ class Loader:
     """
 
     def __init__(self, device: Any = "cpu", access: Access = SAFE, dtype: torch.dtype = torch.float32) -> None:
-        """`device` and `dtype`: of the reward models' computation."""
+        """`device` and `dtype`: of the computation with models that are only read."""
         self.device, self.access, self.dtype = device, access, dtype
 
     @classmethod
@@ -93,6 +93,10 @@ class Loader:
         model = load_adapter(base.model, folder)
         tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
         return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
+
+    def frozen(self, model: Any) -> LM:
+        """A language model that is only read, on the device."""
+        return frozen_lm(model, self.dtype, self.device)
 
     def trained_model(self, ref: str, section: TunedSection, seed: int) -> Loaded:
         """`policy.model`, to be trained in a run with this seed: with a fresh adapter if the config names one.

@@ -38,7 +38,6 @@ from rlhf_kl.models.value import (
     FeatureCritic,
     HeadValue,
     SeparateValue,
-    frozen_lm,
     store_frozen,
     value_head_from_reward,
     zero_head,
@@ -81,7 +80,6 @@ class Setup:
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     """Load everything that the config names, what takes longest last, and refuse what cannot work."""
     loader = Loader.for_run(config.run, device)
-    dtype = compute_dtype(config.run.dtype)
     check_named(config, download=True)
     files = with_files(config, ("data", "eval"))
     held = config.eval
@@ -103,10 +101,10 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     size = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
     heldout = PromptStream(kept, size, config.run.seed)
     sampling = sampling_of(config, model, tokenizer)
-    policy = LM(model, dtype)
+    policy = LM(model, loader.dtype)
     if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
         for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
-            store_frozen(each, dtype)
+            store_frozen(each, loader.dtype)
     return Setup(policy, reference, tokenizer, scorers, stream, heldout, texts, sampling, is_initial_policy)
 
 
@@ -124,19 +122,18 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
     """The frozen model that the KL is measured to (of an adapter no copy), and whether the policy starts as it."""
     ref = config.reference.model
     policy = loaded.model
-    dtype = compute_dtype(config.run.dtype)
     with blame("reference.model"):
         folder = loaded.folder if ref is None else loader.folder(ref)
         is_base = loaded.began_as_adapter and folder == loader.folder(adapter_base(loaded.folder))
     if ref is None or folder == loaded.folder or is_base:
         if has_adapter(policy):
             keep_start = loaded.began_as_adapter and not is_base
-            return AdapterReference(policy, dtype, keep_start=keep_start), not is_base
-        return frozen_lm(copy.deepcopy(policy), dtype, loader.device), True
+            return AdapterReference(policy, loader.dtype, keep_start=keep_start), not is_base
+        return loader.frozen(copy.deepcopy(policy)), True
     reference = loader.language_model(ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("reference.model: has another vocabulary than policy.model, so there is no KL between them")
-    return frozen_lm(reference, dtype, loader.device), False
+    return loader.frozen(reference), False
 
 
 def build_prompts(
