@@ -10,11 +10,10 @@ from rlhf_kl.build.load import Loader
 from rlhf_kl.build.world import World, with_files
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.reward import RewardSection
-from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.config.schema.train import EvalSection, PromptsSection
 from rlhf_kl.data import sets
-from rlhf_kl.data.texts import Labelled, Pair, read_texts
-from rlhf_kl.errors import InputError
+from rlhf_kl.data.texts import Pair, read_texts
 from rlhf_kl.types import Prompts, Responses
 from tests.runs import jsonl
 
@@ -71,43 +70,6 @@ def test_pairs_of_a_file(tmp_path: Path) -> None:
     kept = jsonl(tmp_path / "y.jsonl", [{"p": "d", "good": "e", "bad": "f"}])  # its prompt is not trained on
     section = PairsSection(pairs=path, eval_pairs=kept, prompt_column="p", chosen_column="good", rejected_column="bad")
     assert sets.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
-
-
-def test_texts_and_pairs_of_one_prompt_stay_on_one_side(tmp_path: Path) -> None:
-    texts = jsonl(tmp_path / "t.jsonl", [{"text": f"text {i % 40}"} for i in range(100)])
-    train, kept = sets.documents(SFTDataSection(texts=texts))
-    assert len(train) + len(kept) == 100
-    assert not set(train) & set(kept)
-    rows = [{"prompt": f"{i % 40}", "chosen": f"good {i}", "rejected": "bad"} for i in range(100)]
-    some, apart = sets.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
-    assert len(some) + len(apart) == 100
-    assert not {pair.prompt for pair in some} & {pair.prompt for pair in apart}
-
-
-def test_what_is_held_out_by_name_is_not_trained_on(tmp_path: Path) -> None:
-    train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
-    kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
-    assert sets.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
-    with pytest.raises(InputError, match="every row is a held-out row too"):
-        sets.documents(SFTDataSection(texts=kept, eval_texts=kept))
-    labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
-    apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
-    rest, held = sets.labelled(PairsSection(labels=labels, eval_pairs=apart))
-    assert (rest, held) == ([Labelled("a", 1.0)], [Labelled("b", 0.0)])
-
-
-def test_prompts_in_the_form_of_conversations_and_of_columns(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
-    rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
-    file = jsonl(tmp_path / "c.jsonl", rows)
-    assert [row.text for row in sets.prompts(prompts(file), HELD)[0]] == ["why?", "plain"]
-    chat = PromptsSection(prompts=file, column="q", chat_template=True)
-    assert [len(row.messages) for row in sets.prompts(chat, HELD)[0]] == [1, 3, 0]
-    posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
-    section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
-    assert sets.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"
-    with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
-        sets.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
 
 
 def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_reward_folder: Path) -> None:

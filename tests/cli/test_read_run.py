@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_kl.commands.evaluate import LABELS
 from rlhf_kl.report.texts import held_out_texts
-from tests.runs import Cli, sets
+from tests.runs import Cli
 
 # Every import, construction and call leaves a line.
 CODE = """
@@ -240,14 +240,3 @@ def test_what_is_no_controller_is_refused_and_not_called(rlhf_kl: Cli, place: Pa
         assert outcome.code == 2
         assert all(line.startswith("error: kl.controller") for line in outcome.err.splitlines()), outcome.err
     assert not has_run(place)
-
-
-def test_types_are_checked_where_the_code_is_imported(rlhf_kl: Cli, place: Path) -> None:
-    changes = sets("kl.controller.rate=fast", "reward.letter=5")
-    keys = ["kl.controller.rate:", "reward.letter:"]
-    for command in ("train", "doctor"):
-        outcome = rlhf_kl(command, "--config", "tiny.yaml", *changes)
-        assert (outcome.code, [line.split()[1] for line in outcome.err.splitlines()]) == (2, keys)
-    outcome = rlhf_kl("compare", "--config", "pair.yaml", *changes)
-    told = [line.split()[1:3] for line in outcome.err.splitlines()]
-    assert (outcome.code, told) == (2, [[f"variants.{name}:", key] for name in "ab" for key in keys])
