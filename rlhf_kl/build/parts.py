@@ -24,7 +24,6 @@ from rlhf_kl.errors import InputError, blame
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
     check_vocabulary,
-    compute_dtype,
     context_length,
     eos_ids,
     model_fingerprint,
@@ -174,9 +173,7 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
 
     A separate model starts from the reward model if that reads the policy's tokens, else from the policy.
     """
-    policy = setup.policy
-    device = setup.policy.device
-    dtype = compute_dtype(config.run.dtype)
+    policy, device = setup.policy, setup.policy.device
     if config.critic is None:
         return ActorCritic(policy)
     if config.critic == "features":
@@ -196,7 +193,7 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
         head = zero_head(hidden_size)
     for parameter in trunk.float().parameters():  # frozen ones may be stored in another dtype
         parameter.requires_grad_(True)
-    return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))
+    return ActorCritic(policy, SeparateValue(Trunk(trunk, policy.dtype), head).to(device))
 
 
 def feature_rewards(setup: Setup) -> list[RewardModel]:
