@@ -264,6 +264,16 @@ def test_code_that_comes_with_a_model_runs_only_where_allowed(folders: Folders, 
     assert torch.equal(logits_of(model), logits_of(load_causal_lm(str(folders["gpt2"]))))
 
 
+def test_pickled_weights_are_loaded_only_where_allowed(folders: Folders, letters: Any, tmp_path: Path) -> None:
+    model = load_causal_lm(str(folders["gpt_neox"]))
+    save_model(model, letters, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert "run.allow_pickle" in problem(load_causal_lm, str(tmp_path))
+    loaded = load_causal_lm(str(tmp_path), Access(pickle=True))
+    assert torch.equal(logits_of(loaded), logits_of(model))
+
+
 # ---- rows with the same prompt: a pass that reads it once computes what a pass over whole rows computes
 
 

@@ -121,6 +121,16 @@ def steps_of(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in checkpoints(folder / "checkpoints")]
 
 
+def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(work: Work, tmp_path: Path) -> None:
+    law, copy = tmp_path / "law.py", tmp_path / "run" / "law.py"
+    law.write_text("class Keep:\n    coef = 0.4\n    def update(self, kl, episodes): ...\n")
+    work("run", f"kl.controller={{kind: '{law}:Keep'}}")
+    law.unlink()
+    assert load_config("train", tmp_path / "run" / "config.yaml").kl.controller.kind == f"{copy}:Keep"
+    work("run", f"kl.controller={{kind: '{copy}:Keep'}}", overwrite=True)
+    assert copy.is_file()
+
+
 # ---- which checkpoints there are
 
 
