@@ -27,23 +27,6 @@ def test_the_best_row_is_chosen_by_a_figure_that_all_rows_share() -> None:
     assert math.isnan(worth(row(None, 0.5, coef=1.0), None))
 
 
-RISES = [0.72 * min(1.0, step / 25) ** 2 for step in range(1, 31)]  # a small real model: 0.72x the target, and rising
-
-
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ([1.0] * 14, "under 15 updates"),
-        (RISES, "the KL still rises"),
-        ([0.1] * 51 + [1.0] * 9, "in band only from update 52 on"),
-    ],
-)
-def test_the_reason_of_a_run_that_is_too_short(values: list[float], why: str) -> None:
-    kl = SimpleNamespace(target_value=0.2, unit="token", controller=SimpleNamespace(kind="adaptive"))
-    figures = control_figures([{"kl/token": 0.2 * x, "kl/error": x - 1} for x in values], kl)
-    assert verdict_text(figures) == f"target 0.2: too short to say ({why})"
-
-
 @pytest.mark.parametrize("kind", ["adaptive", "fixed"])
 def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
     kl = SimpleNamespace(target_value=0.2, unit="sequence", controller=SimpleNamespace(kind=kind))
