@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema.base import RunSection, TunedSection
@@ -16,7 +14,6 @@ from rlhf_kl.errors import blame
 from rlhf_kl.hub import model_folder
 from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import (
-    SAFE,
     Access,
     check_label,
     compute_dtype,
@@ -59,15 +56,11 @@ class Loader:
     `key` is the config key of a name. Errors: InputError, with the key in front.
     """
 
-    def __init__(self, device: Any = "cpu", access: Access = SAFE, dtype: torch.dtype = torch.float32) -> None:
-        """`device` and `dtype`: of the computation with models that are only read."""
-        self.device, self.access, self.dtype = device, access, dtype
-
-    @classmethod
-    def for_run(cls, run: RunSection, device: Any) -> Loader:
-        """The loader of a config with this `run` section."""
-        access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
-        return cls(device, access, compute_dtype(run.dtype))
+    def __init__(self, run: RunSection | None = None, device: Any = "cpu") -> None:
+        """`run`: the section of a config. `device`: of the models that are only read."""
+        run = run or RunSection()
+        self.device, self.dtype = device, compute_dtype(run.dtype)
+        self.access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
 
     # ---- models
 

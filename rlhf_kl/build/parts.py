@@ -78,7 +78,7 @@ class Setup:
 
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     """Load everything that the config names, what takes longest last, and refuse what cannot work."""
-    loader = Loader.for_run(config.run, device)
+    loader = Loader(config.run, device)
     check_named(config, download=True)
     files = with_files(config, ("data", "eval"))
     held = config.eval

@@ -81,7 +81,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         config = on_this_machine(config)
         device = run_device(config.run)
         setup, config = build_setup(config, device), with_files(config)
-        loader = Loader.for_run(config.run, device)
+        loader = Loader(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)

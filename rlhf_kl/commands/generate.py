@@ -77,7 +77,7 @@ def generate(
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = on_this_machine(config.model_copy(update={"rollout": rollout}), stored=True)
-    loader, reference = Loader.for_run(config.run, run_device(config.run)), None
+    loader, reference = Loader(config.run, run_device(config.run)), None
     with ui.progress("loading the models and prompts"):
         scorers = loader.scorers(config.reward, gold=False) if scores else NO_SCORERS
         policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)

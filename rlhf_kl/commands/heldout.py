@@ -50,7 +50,7 @@ class HeldOut:
     ) -> None:
         """`settings`, `folder`: as `Permissions.opened` returns them; the other options as those of `eval`."""
         config = on_this_machine(settings, stored=stored)
-        loader = Loader.for_run(config.run, run_device(config.run))
+        loader = Loader(config.run, run_device(config.run))
         held = config.eval
         ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
         limit = held.max_documents if texts is None else None  # it does not limit a named file
