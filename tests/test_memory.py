@@ -19,7 +19,6 @@ from rlhf_kl.events import UpdateSkipped
 from rlhf_kl.memory import kept_per_token, memory_for, memory_is_full, pass_share, sized, tokens_of_a_pass
 from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
-from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.rollout import unusable
 from tests.made import rollout
 
@@ -139,13 +138,6 @@ def test_one_number_spoils_a_rollout(field: str, said: str, value: float) -> Non
     assert said in found.reason
     beyond = {"reward": torch.tensor([0.0, torch.inf])}  # a clip may hide it in the shaped scores
     assert unusable(replace(clean, scores=beyond)) == UpdateSkipped("a score was not finite")
-
-
-def test_all_finite() -> None:
-    assert all_finite([])
-    assert all_finite([torch.zeros(2), torch.ones(3, 3)])
-    assert not all_finite([torch.zeros(2), torch.tensor([[1.0, torch.nan]])])
-    assert not all_finite([torch.tensor(-torch.inf)])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is that of glibc")

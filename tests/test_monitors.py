@@ -18,8 +18,19 @@ import pytest
 
 import rlhf_kl
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.events import Event, GoldFailed, LearningRateAtBound, LearningRateChanged, UpdateSkipped, WeightsLost
-from rlhf_kl.monitors import ALARMS, FEW, GUIDE, SAMPLED, Decision, GapSum, Monitors, collapsed, worded
+from rlhf_kl.events import (
+    GUIDE,
+    Event,
+    GoldFailed,
+    LearningRateAtBound,
+    LearningRateChanged,
+    UpdateSkipped,
+    WeightsLost,
+    worded,
+)
+from rlhf_kl.monitors import Decision, Monitors
+from rlhf_kl.monitors.alarms import ALARMS, FEW, collapsed
+from rlhf_kl.monitors.history import SAMPLED, GapSum
 
 Row = dict[str, Any]
 MakeRow = Callable[[int], Row]

@@ -160,16 +160,6 @@ def test_the_updates_of_a_config_are_those_in_which_the_controller_moves(run, tm
     assert [row["coef_next"] for row in given] == pytest.approx(expected[:2])
 
 
-def test_a_plugin_from_a_file(run, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "class Halving:\n"
-        "    def __init__(self, coef: float):\n        self.coef = coef\n"
-        "    def update(self, kl, episodes):\n        self.coef /= 2\n"
-    )
-    rows = rows_of(run("--controller", f"{tmp_path}/mine.py:Halving", "--kl", "1,1", "--json"))
-    assert [(row["step"], row["coef"], row["coef_next"]) for row in rows] == [(1, 0.1, 0.05), (2, 0.05, 0.025)]
-
-
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

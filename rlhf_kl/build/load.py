@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from rlhf_kl import ui
 from rlhf_kl.config.plugins import NamedPlugin, load_reward
 from rlhf_kl.config.schema.base import RunSection, TunedSection
@@ -15,9 +13,8 @@ from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.errors import blame
 from rlhf_kl.hub import GGUF, model_folder
 from rlhf_kl.models.gguf import gguf_folder
-from rlhf_kl.models.lm import enable_recompute
+from rlhf_kl.models.lm import LM, enable_recompute
 from rlhf_kl.models.load import (
-    SAFE,
     Access,
     check_label,
     compute_dtype,
@@ -36,7 +33,7 @@ from rlhf_kl.models.lora import (
     require_classifier_adapter,
 )
 from rlhf_kl.models.scratch import classifier_from_lm
-from rlhf_kl.models.value import freeze
+from rlhf_kl.models.value import freeze, frozen_lm
 from rlhf_kl.plugins import is_reference
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, TRLReward
@@ -60,15 +57,11 @@ class Loader:
     `key` is the config key of a name. Errors: InputError, with the key in front.
     """
 
-    def __init__(self, device: Any = "cpu", access: Access = SAFE, dtype: torch.dtype = torch.float32) -> None:
-        """`device` and `dtype`: of the reward models' computation."""
-        self.device, self.access, self.dtype = device, access, dtype
-
-    @classmethod
-    def for_run(cls, run: RunSection, device: Any) -> Loader:
-        """The loader of a config with this `run` section."""
-        access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
-        return cls(device, access, compute_dtype(run.dtype))
+    def __init__(self, run: RunSection | None = None, device: Any = "cpu") -> None:
+        """`run`: the section of a config. `device`: of the models that are only read."""
+        run = run or RunSection()
+        self.device, self.dtype = device, compute_dtype(run.dtype)
+        self.access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
 
     # ---- models
 
@@ -95,6 +88,10 @@ class Loader:
         model = load_adapter(base.model, folder)
         tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
         return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
+
+    def frozen(self, model: Any) -> LM:
+        """A language model that is only read, on the device."""
+        return frozen_lm(model, self.dtype, self.device)
 
     def trained_model(self, ref: str, section: TunedSection, seed: int) -> Loaded:
         """`policy.model`, to be trained in a run with this seed: with a fresh adapter if the config names one.

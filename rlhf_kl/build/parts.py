@@ -24,7 +24,6 @@ from rlhf_kl.errors import InputError, blame
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
     check_vocabulary,
-    compute_dtype,
     context_length,
     eos_ids,
     model_fingerprint,
@@ -38,7 +37,6 @@ from rlhf_kl.models.value import (
     FeatureCritic,
     HeadValue,
     SeparateValue,
-    frozen_lm,
     store_frozen,
     value_head_from_reward,
     zero_head,
@@ -85,8 +83,7 @@ class Setup:
 
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     """Load everything that the config names, what takes longest last, and refuse what cannot work."""
-    loader = Loader.for_run(config.run, device)
-    dtype = compute_dtype(config.run.dtype)
+    loader = Loader(config.run, device)
     check_named(config, download=True)
     files = with_files(config, ("data", "eval"))
     held = config.eval
@@ -109,10 +106,10 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     size = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
     heldout = PromptStream(kept, size, config.run.seed)
     sampling = sampling_of(config, model, tokenizer)
-    policy = LM(model, dtype)
+    policy = LM(model, loader.dtype)
     if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
         for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
-            store_frozen(each, dtype)
+            store_frozen(each, loader.dtype)
     return Setup(
         policy,
         reference,
@@ -141,19 +138,18 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
     """The frozen model that the KL is measured to (of an adapter no copy), and whether the policy starts as it."""
     ref = config.reference.model
     policy = loaded.model
-    dtype = compute_dtype(config.run.dtype)
     with blame("reference.model"):
         folder = loaded.folder if ref is None else loader.folder(ref)
         is_base = loaded.began_as_adapter and folder == loader.folder(adapter_base(loaded.folder))
     if ref is None or folder == loaded.folder or is_base:
         if has_adapter(policy):
             keep_start = loaded.began_as_adapter and not is_base
-            return AdapterReference(policy, dtype, keep_start=keep_start), not is_base
-        return frozen_lm(copy.deepcopy(policy), dtype, loader.device), True
+            return AdapterReference(policy, loader.dtype, keep_start=keep_start), not is_base
+        return loader.frozen(copy.deepcopy(policy)), True
     reference = loader.language_model(ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("reference.model: has another vocabulary than policy.model, so there is no KL between them")
-    return frozen_lm(reference, dtype, loader.device), False
+    return loader.frozen(reference), False
 
 
 def build_prompts(
@@ -193,9 +189,7 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
 
     A separate model starts from the reward model if that reads the policy's tokens, else from the policy.
     """
-    policy = setup.policy
-    device = setup.policy.device
-    dtype = compute_dtype(config.run.dtype)
+    policy, device = setup.policy, setup.policy.device
     if config.critic is None:
         return ActorCritic(policy)
     if config.critic == "features":
@@ -215,7 +209,7 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
         head = zero_head(hidden_size)
     for parameter in trunk.float().parameters():  # frozen ones may be stored in another dtype
         parameter.requires_grad_(True)
-    return ActorCritic(policy, SeparateValue(Trunk(trunk, dtype), head).to(device))
+    return ActorCritic(policy, SeparateValue(Trunk(trunk, policy.dtype), head).to(device))
 
 
 def feature_rewards(setup: Setup) -> list[RewardModel]:

@@ -13,7 +13,6 @@ from rlhf_kl.data.chat import plain_text
 from rlhf_kl.data.sets import drawn
 from rlhf_kl.errors import blame
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.lora import CLASSIFIER
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2, train_tokenizer
 from rlhf_kl.rewards.model import RewardModel, TextFormat
@@ -30,17 +29,17 @@ def build_task(config: SFTConfig | RewardModelConfig, loader: Loader, files: Cal
         rows = sets.pairs(data) if data.labels is None else sets.labelled(data)
         return build_reward_task(files(config), loader, *rows)
     most = config.eval.max_documents
-    dtype = compute_dtype(config.run.dtype)
     if data.response_column is None:
         texts, heldout = sets.documents(data)
         model, tokenizer = build_model(files(config), loader, texts)
-        return TextTask(LM(model, dtype), tokenizer, texts, drawn(heldout, most))
+        return TextTask(LM(model, loader.dtype), tokenizer, texts, drawn(heldout, most))
     examples, kept = sets.examples(data)
     texts = [plain_text(example.prompt) + example.response for example in examples]
     model, tokenizer = build_model(files(config), loader, texts)
     form = {"chat": data.chat_template, "system": data.system, "options": data.chat_options}
     each_pass = config.sft.microbatch_size
-    return ResponseTask(LM(model, dtype), tokenizer, examples, drawn(kept, most), **form, rows_of_a_pass=each_pass)
+    lm = LM(model, loader.dtype)
+    return ResponseTask(lm, tokenizer, examples, drawn(kept, most), **form, rows_of_a_pass=each_pass)
 
 
 def build_model(config: SFTConfig, loader: Loader, texts: list[str]) -> tuple[Any, Any]:

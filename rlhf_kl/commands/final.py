@@ -61,7 +61,7 @@ def require_adapter(config: TrainConfig | SFTConfig | RewardModelConfig) -> None
 def merge_final(config: TrainConfig | SFTConfig | RewardModelConfig) -> None:
     """Write `merged/` from `final/`."""
     folder = RunFolder(Path(config.run.output_dir))
-    loader, final = Loader.for_run(config.run, "cpu"), str(folder.final)
+    loader, final = Loader(config.run, "cpu"), str(folder.final)
     if isinstance(config, RewardModelConfig):
         reward = loader.reward_model(final, "--merge", ScorerSection())
         write_folder(folder.merged, lambda place: save_reward_model(reward, place))

@@ -86,7 +86,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         setup = build_setup(config, device)
         written = setup.resolved(config)
         config = with_files(written)
-        loader = Loader.for_run(config.run, device)
+        loader = Loader(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)

@@ -69,9 +69,7 @@ def generate(
         from rlhf_kl.build.parts import sampling_of
         from rlhf_kl.build.world import with_files
         from rlhf_kl.commands.samples import score_at
-        from rlhf_kl.commands.stored import load_policy, load_run_reference
-        from rlhf_kl.models.load import compute_dtype
-        from rlhf_kl.models.value import frozen_lm
+        from rlhf_kl.commands.stored import load_policy, load_reference
         from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples
 
     if folder is not None:
@@ -79,24 +77,24 @@ def generate(
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = on_this_machine(config.model_copy(update={"rollout": rollout}), stored=True)
-    loader, dtype, reference = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype), None
+    loader, reference = Loader(config.run, run_device(config.run)), None
     with ui.progress("loading the models and prompts"):
         scorers = loader.scorers(config.reward, gold=False) if scores else NO_SCORERS
         policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)
         if with_reference:
-            reference = frozen_lm(load_run_reference(loader, config).model, dtype, loader.device)
+            reference, _ = load_reference(loader, config)
         scorers.begin(config.updates + 1, config.updates)
-        chosen = _prompts(prompt or (), prompts, column, config, policy, tokenizer)
+        chosen = _prompts(prompt or (), prompts, column, config, policy.model, tokenizer)
     places = [i for i in range(len(chosen)) for _ in range(samples)]
     batch = chosen.pick(places)
     with ui.progress("sampling", len(batch) * (1 if reference is None else 2)) as advance:
         own, other = policy_samples(
-            frozen_lm(policy, dtype, loader.device),
+            policy,
             reference,
             batch,
             range(len(batch)),  # noise by position: a response does not depend on the number of other responses
             seed,
-            sampling_of(config, policy, tokenizer),
+            sampling_of(config, policy.model, tokenizer),
             tokenizer,
             scorers,
             advance=advance,

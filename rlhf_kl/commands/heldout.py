@@ -11,15 +11,13 @@ from rlhf_kl.build.load import Loader
 from rlhf_kl.build.machine import on_this_machine, run_device
 from rlhf_kl.build.parts import build_prompts, sampling_of
 from rlhf_kl.build.world import with_files, world_file
-from rlhf_kl.commands.stored import Permissions, load_policy, load_run_reference, located
+from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
-from rlhf_kl.models.load import compute_dtype
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
-from rlhf_kl.models.value import frozen_lm
 from rlhf_kl.ppo.evaluate import (
     NO_SCORERS,
     CachedSamples,
@@ -52,7 +50,7 @@ class HeldOut:
     ) -> None:
         """`settings`, `folder`: as `Permissions.opened` returns them; the other options as those of `eval`."""
         config = on_this_machine(settings, stored=stored)
-        loader, dtype = Loader.for_run(config.run, run_device(config.run)), compute_dtype(config.run.dtype)
+        loader = Loader(config.run, run_device(config.run))
         held = config.eval
         ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
         limit = held.most_texts if texts is None else None  # it does not limit a named file
@@ -70,13 +68,10 @@ class HeldOut:
             else:
                 self.scorers = loader.scorers(config.reward)
         self.config = config
-        policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
-        self.policy = frozen_lm(policy, dtype, loader.device)
+        self.policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
         self.reference, self.reference_tokenizer = None, None
         if model is None or reference is not None:
-            beside = load_run_reference(loader, config, reference)
-            self.reference = frozen_lm(beside.model, dtype, loader.device)
-            self.reference_tokenizer = beside.tokenizer
+            self.reference, self.reference_tokenizer = load_reference(loader, config, reference)
 
     @property
     def sampling(self) -> Any:

@@ -20,7 +20,8 @@ from rlhf_kl.run.folder import RunFolder, checkpoint_folders, newest_run
 from rlhf_kl.templates import column
 
 if TYPE_CHECKING:
-    from rlhf_kl.build.load import Loaded, Loader
+    from rlhf_kl.build.load import Loader
+    from rlhf_kl.models.lm import LM
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def located(ref: str) -> str:
 
 def load_policy(
     loader: Loader, config: TrainConfig, folder: RunFolder | None, model: str | None, step: int | None
-) -> tuple[Any, Any]:
+) -> tuple[LM, Any]:
     """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
     from torch import nn
 
@@ -107,7 +108,7 @@ def load_policy(
     if model is not None or final is not None:
         ref, key = (str(final), "--run") if model is None else (world_file(located(model), "policy"), "--model")
         loaded = loader.language_model(ref, key)
-        return loaded.model, loaded.tokenizer
+        return loader.frozen(loaded.model), loaded.tokenizer
     section = config.policy.model_copy(update={"gradient_checkpointing": False})
     loaded = loader.trained_model(section.model, section, config.run.seed)
     if folder is not None:
@@ -117,12 +118,13 @@ def load_policy(
         holder = nn.Module()
         holder.policy = loaded.model  # as in a checkpoint, beside the value function
         found[-1].load_model(checkpointed(holder))
-    return loaded.model, loaded.tokenizer
+    return loader.frozen(loaded.model), loaded.tokenizer
 
 
-def load_run_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> Loaded:
-    """The reference of a run, or another model in its place."""
+def load_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> tuple[LM, Any]:
+    """The reference of a run, or another model in its place, and its tokenizer."""
     from rlhf_kl.build.world import world_file
 
     ref = other or config.reference.model or config.policy.model
-    return loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
+    loaded = loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
+    return loader.frozen(loaded.model), loaded.tokenizer

@@ -24,7 +24,7 @@ from rlhf_kl.ui import log
 def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str, Any]:
     """Train a language model or a reward model; returns the summary."""
     device = run_device(config.run, group=True)
-    loader = Loader.for_run(config.run, device)
+    loader = Loader(config.run, device)
     task = run.ranks.first_before_others(lambda: build_task(config, loader, with_files))
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
     trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks)

@@ -124,7 +124,7 @@ def train_command(
 def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     """Figures and next steps after `train`. config: knows where the run is now, which its summary may not."""
     from rlhf_kl.commands.stored import Permissions
-    from rlhf_kl.monitors import collapsed
+    from rlhf_kl.monitors.alarms import collapsed
     from rlhf_kl.report.control import closing_note, start_to_end, verdict_text
 
     final, closing, place = summary["final"], summary["closing"], short_path(config.run.output_dir)

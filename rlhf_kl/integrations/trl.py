@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.errors import InputError, blame, suggestion
 from rlhf_kl.events import worded
 from rlhf_kl.kl_controllers import KLController, as_controller, build_controller
 from rlhf_kl.ops.kl import k3
@@ -92,11 +92,12 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         ref_model: with beta 0, a model of the same shape whose weights are the reference's.
         Raises InputError with every problem and how to fix it.
         """
-        if found := problems(trainer, target, unit, stop_at):
-            raise InputError(*found)
-        control = _build(controller, options, trainer, float(target)) if trainer.beta else None
-        if not (trainer.beta or is_adapter(trainer)):
-            trainer.ref_model = frozen_copy(trainer, ref_model)
+        with blame("kl-budget"):
+            if found := problems(trainer, target, unit, stop_at):
+                raise InputError(*found)
+            control = _build(controller, options, trainer, float(target)) if trainer.beta else None
+            if not (trainer.beta or is_adapter(trainer)):
+                trainer.ref_model = frozen_copy(trainer, ref_model)
         budget = cls(trainer, control, float(target), unit, log_only, stop_at)
         trainer.add_callback(budget)
         budget._use_coef()
@@ -226,7 +227,7 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
             controller, options, target=target, coef=float(trainer.beta), total_episodes=total, batch_size=batch_size
         )
     except (ValueError, TypeError) as error:
-        raise InputError(f"kl-budget: controller: {error}") from None
+        raise InputError(f"controller: {error}") from None
 
 
 class RolloutKL:
@@ -307,7 +308,7 @@ def frozen_copy(trainer: Any, ref_model: Any) -> Any:
         try:
             reference.load_state_dict(ref_model.state_dict())
         except RuntimeError as error:
-            raise InputError(f"kl-budget: ref_model does not fit the trainer's model: {error}") from None
+            raise InputError(f"ref_model does not fit the trainer's model: {error}") from None
     return trainer.accelerator.prepare_model(reference, evaluation_mode=True).eval()
 
 
@@ -315,25 +316,23 @@ def problems(trainer: Any, target: Any, unit: Any, stop_at: Any) -> list[str]:
     """Every problem, one line each, with how to fix it."""
     name = type(trainer).__name__
     if missing := [attribute for attribute in NEEDED if not hasattr(trainer, attribute)]:
-        return [
-            f"kl-budget: {name} has no {', '.join(missing)}: attach to TRL's GRPOTrainer or RLOOTrainer (TRL {TESTED})"
-        ]
+        return [f"{name} has no {', '.join(missing)}: attach to TRL's GRPOTrainer or RLOOTrainer (TRL {TESTED})"]
     found = []
     if any(isinstance(callback, KLBudget) for callback in trainer.callback_handler.callbacks):
-        found.append("kl-budget: this trainer already has a KL budget: attach one")
+        found.append("this trainer already has a KL budget: attach one")
     if (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled) and not (trainer.beta or is_adapter(trainer)):
         found.append(
-            "kl-budget: beta is 0, and a sharded model cannot be copied as the reference: beta=1e-6 with log_only=True "
-            "watches TRL's own"
+            "beta is 0, and a sharded model cannot be copied as the reference: beta=1e-6 with log_only=True watches "
+            "TRL's own"
         )
     if not (isinstance(target, int | float) and 0.0 < target < math.inf):
-        found.append(f"kl-budget: target must be a number of nats above 0, got {target!r}")
+        found.append(f"target must be a number of nats above 0, got {target!r}")
     elif stop_at is not None and not (isinstance(stop_at, int | float) and stop_at >= target):
-        found.append(f"kl-budget: stop_at must be a number of nats from target ({target:g}) up, got {stop_at!r}")
+        found.append(f"stop_at must be a number of nats from target ({target:g}) up, got {stop_at!r}")
     if unit not in UNITS:
-        found.append(f"kl-budget: unknown unit {unit!r}{suggestion(str(unit), UNITS)}")
+        found.append(f"unknown unit {unit!r}{suggestion(str(unit), UNITS)}")
     if trainer.args.restore_callback_states_from_checkpoint:
-        found.append("kl-budget: remove restore_callback_states_from_checkpoint: the budget restores itself")
+        found.append("remove restore_callback_states_from_checkpoint: the budget restores itself")
     return found
 
 

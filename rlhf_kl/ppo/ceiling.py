@@ -195,12 +195,6 @@ class Ceiling:
         for p, a, b in zip(self.parameters, start, end, strict=True):
             p.copy_(torch.lerp(a.to(p), b.to(p), share) if share else a.to(p))  # `b` may not be finite
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.forecast.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.forecast.load_state_dict(state)
-
 
 def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.detach().clone() for p in parameters]

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.kl import KLSection
 from rlhf_kl.config.schema.train import PPOSection
-from rlhf_kl.ops.advantages import ADVANTAGES, gae
+from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
 from rlhf_kl.ops.losses import policy_loss, value_loss
 from rlhf_kl.ops.masked import float64, masked_variance, whiten
@@ -45,13 +45,14 @@ def _critic_targets(rollout: RolloutBatch, kl: Tensor, coef: float, config: Trai
     """With a value function; advantages are whitened over the batch."""
     cfg = config.ppo
     learned = rollout.weights.bool()
+    estimate = ADVANTAGES[cfg.advantage].function
     scale = torch.ones(())
     rewards = shape_rewards(rollout.shaped_scores, kl, rollout.mask, coef)
     if cfg.whiten_rewards:
         rewards, scale = whiten(rewards, learned, center=False)
-    advantages, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
+    advantages, returns = estimate(rewards, rollout.values, rollout.mask, cfg.gamma, cfg.lam)
     if config.critic_lam != cfg.lam:
-        _, returns = gae(rewards, rollout.values, rollout.mask, cfg.gamma, config.critic_lam)
+        _, returns = estimate(rewards, rollout.values, rollout.mask, cfg.gamma, config.critic_lam)
     advantages, std = whiten(advantages, learned)
     return advantages, rollout.weights, returns, float(scale * std)
 

@@ -198,11 +198,8 @@ class LearningRate:
         return [] if self.adaptive is None else self.adaptive.observe(step, move, update_kl)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "peak": self.peak,
-            "last": self.last,
-            "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
-        }
+        adaptive = None if self.adaptive is None else self.adaptive.state_dict()
+        return {"peak": self.peak, "last": self.last, "adaptive": adaptive}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.peak, self.last = state["peak"], state["last"]

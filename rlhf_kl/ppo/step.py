@@ -265,7 +265,7 @@ class PPOTrainer:
         return {
             "rate": self.rate.state_dict(),
             "controller": self.controller.save(),
-            "ceiling": self.ceiling.state_dict(),
+            "ceiling": self.ceiling.forecast.state_dict(),
             "progress": self.progress.state_dict(),
         }
 
@@ -273,5 +273,5 @@ class PPOTrainer:
         """Take over a saved state; the optimizer and the weights are loaded beside it."""
         self.rate.load_state_dict(state["rate"])
         self.controller.restore(state["controller"])
-        self.ceiling.load_state_dict(state["ceiling"])
+        self.ceiling.forecast.load_state_dict(state["ceiling"])
         self.progress.load_state_dict(state["progress"])

@@ -11,7 +11,7 @@ from rlhf_kl.kl_controllers.held import BAND
 from rlhf_kl.report.compare import Comparison, Variant
 from rlhf_kl.report.drawing import ORDERED, Chart, Line, log_if_wide, marks, with_values
 from rlhf_kl.report.run import RunResult
-from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep
+from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep, spread
 from rlhf_kl.report.verdict import outcome
 from rlhf_kl.text import format_number, format_percent, read_number
 
@@ -160,16 +160,12 @@ def _over_time(comparison: Comparison, key: str, slug: str, title: str) -> Chart
     """A key over the updates, each variant's mean with one standard deviation."""
     styles = variant_styles(comparison)
     lines = [Line(v.name, styles[v.name].tint, *v.series(key), styles[v.name].dash) for v in comparison.variants]
-    caption = _spread(comparison)
+    caption = spread(comparison)
     log, values = "", [value for line in lines for value in line.y if value > 0]
     if key == "kl/coef" and (log := log_if_wide(min(values, default=0.0), max(values, default=0.0))):
         lines = [line._replace(low=(), high=()) for line in lines if min(line.y, default=0.0) > 0]
         caption += " On a log scale, without a beta of 0."
     return Chart(slug, title, slug, lines, caption, log=log)
-
-
-def _spread(comparison: Comparison) -> str:
-    return "Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else "One seed."
 
 
 def _frontier(comparison: Comparison) -> Chart | None:

@@ -97,9 +97,9 @@ def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> d
     return figures
 
 
-def start_to_end(figure: StartEnd, digits: int = 3) -> str:
+def start_to_end(figure: StartEnd) -> str:
     """`0.780 -> 3.43`; a figure without a start alone."""
-    return " -> ".join(format_number(value, digits) for value in figure if value is not None) or "-"
+    return " -> ".join(format_number(value) for value in figure if value is not None) or "-"
 
 
 def closing_note(updates: int) -> str:

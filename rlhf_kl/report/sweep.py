@@ -102,9 +102,12 @@ def sweep_of(comparison: Comparison) -> Sweep | None:
     ]
     runs = [run for v in variants for run in v.runs.values()]
     reference = {name: mean(run.reference(f"eval/{name}") for run in runs) for name in ("perplexity", "distinct_2")}
-    several = len(comparison.seeds) > 1
-    note = "Last ten updates. " + ("Means over seeds with one standard deviation." if several else "One seed.")
-    return Sweep(comparison.unit, points, reference, note)
+    return Sweep(comparison.unit, points, reference, f"Last ten updates. {spread(comparison)}")
+
+
+def spread(comparison: Comparison) -> str:
+    """What a mean and its error are, in a caption."""
+    return "Means over seeds with one standard deviation." if len(comparison.seeds) > 1 else "One seed."
 
 
 def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:

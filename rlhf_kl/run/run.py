@@ -247,16 +247,12 @@ class Run:
         return {name: one.state_dict() for name, one in others.items()} | {"libraries": library_state()}
 
     def _write(self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any]) -> None:
-        failure = None
         try:
             if self.ranks.writes:
                 self._write_checkpoint(step, model, optimizer, states)
-        except Exception as error:
-            failure = error
-        for _ in chain(model, optimizer):  # after a failure too: the other ranks go on gathering
-            pass
-        if failure is not None:
-            raise failure
+        finally:
+            for _ in chain(model, optimizer):  # after a failure too: the other ranks go on gathering
+                pass
 
     def _write_checkpoint(self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any]) -> None:
         for file in self._files():

@@ -73,17 +73,6 @@ def test_pairs_of_a_file(tmp_path: Path) -> None:
     assert sets.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
 
 
-def test_texts_and_pairs_of_one_prompt_stay_on_one_side(tmp_path: Path) -> None:
-    texts = jsonl(tmp_path / "t.jsonl", [{"text": f"text {i % 40}"} for i in range(100)])
-    train, kept = sets.documents(SFTDataSection(texts=texts))
-    assert len(train) + len(kept) == 100
-    assert not set(train) & set(kept)
-    rows = [{"prompt": f"{i % 40}", "chosen": f"good {i}", "rejected": "bad"} for i in range(100)]
-    some, apart = sets.pairs(PairsSection(pairs=jsonl(tmp_path / "p.jsonl", rows)))
-    assert len(some) + len(apart) == 100
-    assert not {pair.prompt for pair in some} & {pair.prompt for pair in apart}
-
-
 def test_what_is_held_out_by_name_is_not_trained_on(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
     kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])

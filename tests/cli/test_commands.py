@@ -31,14 +31,16 @@ def test_help_and_version_are_results(words: str, rlhf_kl: Cli) -> None:
 
 def test_help_a_wrong_config_and_a_simulation_need_no_heavy_imports(here: Path) -> None:
     (here / "x.yaml").write_text("kl: {target: -1}\n")
+    heavy = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "numpy", "pydantic")
     code = (
-        "import sys\nfrom rlhf_kl.cli import run\nfor words in sys.argv[1:]:\n    run(words.split())\n"
-        "    print([m for m in ('torch', 'transformers', 'numpy', 'pydantic') if m in sys.modules])"
+        "import sys, rlhf_kl\nfrom rlhf_kl.cli import run\nfor words in sys.argv[1:]:\n    run(words.split())\n"
+        f"    print('loaded', *[m for m in {heavy} if m in sys.modules])\nrlhf_kl.AdaptiveKL, dir(rlhf_kl)\n"
+        "print('loaded', 'torch' in sys.modules)"
     )
-    words = ("--help", "config validate x.yaml", "train x.yaml", "simulate --updates 3 --json")
+    words = ("--help", "config show smoke", "config validate x.yaml", "train x.yaml", "simulate --updates 3 --json")
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    loaded = [line for line in done.stdout.splitlines() if line.endswith("]") and "step" not in line]
-    assert loaded == ["[]", "['pydantic']", "['pydantic']", "['numpy', 'pydantic']"]
+    loaded = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loaded")]
+    assert loaded == [[], *[["pydantic"]] * 3, ["numpy", "pydantic"], ["False"]]
 
 
 def test_the_process_exits_with_the_code_and_a_reader_that_goes_away_is_no_error(here: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.commands.evaluate import LABELS
+from rlhf_kl.commands.stored import Permissions
 from rlhf_kl.report.texts import held_out_texts
-from tests.runs import Cli, sets
+from tests.runs import Cli
 
 # Every import, construction and call leaves a line.
 CODE = """
@@ -189,47 +189,14 @@ def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) 
     assert rlhf_kl("eval", "--run", "run", "--plugins").code == 2
 
 
-REMOTE = """
-from pathlib import Path
-from transformers import GPT2Config, GPT2LMHeadModel
-Path({ran!r}).write_text("imported")
-
-class OwnConfig(GPT2Config):
-    model_type = "rlhf-kl-own"
-
-class OwnModel(GPT2LMHeadModel):
-    config_class = OwnConfig
-"""
-
-
-def test_code_and_pickles_of_a_model_are_read_where_the_command_line_allows_it(
-    rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_MODULES_CACHE", str(place / "modules"))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(place / "modules"))
-    final, config = place / "run" / "final", place / "run" / "config.yaml"
-    stored = config.read_text().replace("trust_remote_code: false", "trust_remote_code: true")
-    config.write_text(stored.replace("allow_pickle: false", "allow_pickle: true"))  # which does not count
-    command = ("eval", "--run", "run", "--quiet")
-    weights = load_file(final / "model.safetensors")
-    for file in final.glob("*.safetensors"):
-        file.unlink()
-    torch.save(weights, final / "pytorch_model.bin")
-    outcome = rlhf_kl(*command)
-    assert outcome.code == 2
-    assert "--allow-pickle" in outcome.err
-    assert rlhf_kl(*command, "--allow-pickle").code == 0
-    (final / "own.py").write_text(REMOTE.format(ran=str(place / "ran")))
-    settings = json.loads((final / "config.json").read_text())
-    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    settings |= {"model_type": "rlhf-kl-own", "architectures": ["OwnModel"], "auto_map": names}
-    (final / "config.json").write_text(json.dumps(settings))
-    outcome = rlhf_kl(*command, "--allow-pickle")
-    assert outcome.code == 2
-    assert "--trust-remote-code" in outcome.err
-    assert not has_run(place)
-    rlhf_kl(*command, "--allow-pickle", "--trust-remote-code")
-    assert has_run(place)
+def test_the_permissions_in_a_runs_config_do_not_count(place: Path) -> None:
+    config = place / "run" / "config.yaml"
+    names = ("trust_remote_code", "allow_pickle")
+    for name in names:
+        config.write_text(config.read_text().replace(f"{name}: false", f"{name}: true"))
+    for given in ({}, {"remote_code": True}, {"pickle": True}):
+        run = Permissions(**given).opened(Path("run"), None, None)[0].run
+        assert [getattr(run, name) for name in names] == ["remote_code" in given, "pickle" in given]
 
 
 def test_what_is_no_controller_is_refused_and_not_called(rlhf_kl: Cli, place: Path) -> None:
@@ -240,14 +207,3 @@ def test_what_is_no_controller_is_refused_and_not_called(rlhf_kl: Cli, place: Pa
         assert outcome.code == 2
         assert all(line.startswith("error: kl.controller") for line in outcome.err.splitlines()), outcome.err
     assert not has_run(place)
-
-
-def test_types_are_checked_where_the_code_is_imported(rlhf_kl: Cli, place: Path) -> None:
-    changes = sets("kl.controller.rate=fast", "reward.letter=5")
-    keys = ["kl.controller.rate:", "reward.letter:"]
-    for command in ("train", "doctor"):
-        outcome = rlhf_kl(command, "--config", "tiny.yaml", *changes)
-        assert (outcome.code, [line.split()[1] for line in outcome.err.splitlines()]) == (2, keys)
-    outcome = rlhf_kl("compare", "--config", "pair.yaml", *changes)
-    told = [line.split()[1:3] for line in outcome.err.splitlines()]
-    assert (outcome.code, told) == (2, [[f"variants.{name}:", key] for name in "ab" for key in keys])

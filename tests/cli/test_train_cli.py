@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_kl.build.world import World
 from rlhf_kl.run.log import read_jsonl
@@ -65,20 +62,6 @@ def test_the_rows_and_the_summary(smoke: tuple[Path, Any]) -> None:
     assert {key: summary["final"][key] for key in found[2]} == found[2]
     assert summary["versions"]["torch"]
     assert summary["best"]["step"] in (1, 2, 3)
-
-
-def test_the_final_model_is_one_of_plain_transformers(smoke: tuple[Path, Any], small_world: World) -> None:
-    folder, _ = smoke
-    model = AutoModelForCausalLM.from_pretrained(folder / "final")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    start = AutoModelForCausalLM.from_pretrained(small_world.policy())
-    trained = load_file(folder / "checkpoints" / "step-000003" / "model-00001.safetensors")
-    weights = {f"policy.{name}": tensor for name, tensor in model.state_dict().items()}
-    assert all(torch.equal(weights[name], tensor) for name, tensor in trained.items() if name.startswith("policy."))
-    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
-    inputs = tokenizer("I went to the", return_tensors="pt")
-    assert inputs["input_ids"][0, 0] == tokenizer.bos_token_id
-    assert model.generate(**inputs, max_new_tokens=3, do_sample=True).shape[1] > inputs["input_ids"].shape[1]
 
 
 def test_a_finished_run_prints_its_summary_and_next_steps_that_name_where_it_is_now(

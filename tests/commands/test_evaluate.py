@@ -102,10 +102,3 @@ def test_an_unfinished_run_is_its_newest_checkpoint_and_may_have_another_referen
     assert evaluate(run=copy, reference=str(tmp_path / "other"))["kl_token"] > 0.01
     shutil.rmtree(copy / "checkpoints")
     assert "neither a final model nor a checkpoint" in problem(run=copy)
-
-
-def test_the_newest_run_where_none_is_named(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "no finished run" in problem()
-    shutil.copytree(tiny_run, tmp_path / "runs" / "one")
-    assert evaluate() == evaluate(run=tiny_run)

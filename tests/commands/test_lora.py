@@ -24,13 +24,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, train: Train) -> Path:
     return folder
 
 
-def test_it_starts_at_its_reference_and_moves_away(run: Path) -> None:
-    found = rows(run)
-    assert found[0]["kl/token"] == pytest.approx(0.0, abs=1e-6)
-    assert found[0]["policy/logratio_first_max"] < 1e-3
-    assert found[-2]["kl/token"] > 1e-3
-
-
 def test_final_and_checkpoints_hold_the_adapter_alone(run: Path, tiny_folder: Path) -> None:
     final = {path.name for path in (run / "final").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "value.safetensors"} <= final

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.loop import run_train
-from rlhf_kl.commands.train import train_command
-from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
@@ -22,36 +17,13 @@ from rlhf_kl.run.checkpoint import checkpoints
 from tests.runs import Train, rows, updates
 
 
-def test_evaluations_belong_to_the_policy_that_samples_the_row(tiny_run: Path) -> None:
-    found = rows(tiny_run)
-    evaluated = [row["step"] for row in found if "eval/perplexity" in row]
-    assert evaluated == [1, 3, 5, 7]  # before the first update, every second, after the last
-    summary = json.loads((tiny_run / "summary.json").read_text())
-    assert found[-1]["eval/perplexity"] == summary["final"]["eval/perplexity"]
+def test_which_updates_are_evaluated_and_sampled(tiny_run: Path) -> None:
+    """Evaluations: before the first update, before every second, and after the last."""
+    found, samples = rows(tiny_run), rows(tiny_run, "samples.jsonl")
+    assert [row["step"] for row in found if "eval/perplexity" in row] == [1, 3, 5, 7]
     assert found[0]["eval/kl_token"] == pytest.approx(0, abs=1e-5)
-
-
-def test_samples_are_token_by_token(tiny_run: Path) -> None:
-    samples = rows(tiny_run, "samples.jsonl")
-    assert {sample["step"] for sample in samples if sample["chosen"] != "held out"} == {1, 2, 4, 6}
     assert {sample["step"] for sample in samples if sample["chosen"] == "held out"} == {1, 3, 5, 7}
-    for sample in samples:
-        assert sample["kl"] == pytest.approx(sum(t["kl"] for t in sample["tokens"]), abs=1e-5)
-        assert "".join(t["text"] for t in sample["tokens"] if "<" not in t["text"]) == sample["response"]
-        assert sample["score"] == pytest.approx(sample["response"].count("a") / 8)
-        assert sample["gold"] is None
-
-
-def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(train: Train, tmp_path: Path) -> None:
-    law = tmp_path / "law.py"
-    law.write_text("class Keep:\n    coef = 0.4\n    def update(self, kl, episodes): ...\n")
-    train(tmp_path / "run", f"kl.controller={{kind: '{law}:Keep'}}")
-    law.unlink()
-    config = load_config("train", tmp_path / "run" / "config.yaml")
-    assert config.kl.controller.kind == f"{tmp_path / 'run' / 'law.py'}:Keep"
-    again = train_command(run_train, config, resume=False, overwrite=True)
-    assert again["steps"] == 6
-    assert (tmp_path / "run" / "law.py").is_file()
+    assert {sample["step"] for sample in samples if sample["chosen"] != "held out"} == {1, 2, 4, 6}
 
 
 def test_a_run_that_cannot_start_overwrites_nothing(train: Train, tiny_run: Path, tmp_path: Path) -> None:
@@ -66,18 +38,6 @@ def test_a_run_that_cannot_start_overwrites_nothing(train: Train, tiny_run: Path
     assert [c.step for c in checkpoints(run / "checkpoints")] == [1]
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert {sample["step"] for sample in rows(run, "samples.jsonl")} == {1, 2}  # the last: held out
-
-
-def test_a_ceiling_that_stops_keeps_its_checkpoint(train: Train, tmp_path: Path) -> None:
-    overrides = ("kl.target=1e-7", "kl.ceiling={value: 2e-7, action: stop}", "checkpoint.every=100")
-    with pytest.raises(GuardStop, match="above the ceiling") as caught:
-        train(tmp_path / "run", *overrides)
-    assert caught.value.exit_code == 3
-    step = rows(tmp_path / "run")[-1]["step"]
-    assert [c.step for c in checkpoints(tmp_path / "run" / "checkpoints")] == [step]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert "above the ceiling" in summary["stopped_by"]
-    assert not (tmp_path / "run" / "final").exists()
 
 
 REWARDS = """
@@ -135,12 +95,6 @@ def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm
     monkeypatch.setattr(LM, "head", drifting)
     with pytest.raises(GuardStop, match=r"step 2: before the policy's first optimizer step a log-prob differs by 0\."):
         train(tmp_path / "run", "ppo.value_warmup=2")
-
-
-def test_a_reference_of_its_own(train: Train, tmp_path: Path, letters: Any, new_model: Callable[..., Any]) -> None:
-    save_model(new_model(seed=9, spread=0.1), letters, tmp_path / "other")
-    train(tmp_path / "run", f"reference.model='{tmp_path}/other'", "ppo.total_episodes=16")
-    assert rows(tmp_path / "run")[0]["kl/token"] > 0.001
 
 
 def test_a_bfloat16_run_is_read_in_float32_where_there_is_no_gpu_and_that_is_told(

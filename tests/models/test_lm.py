@@ -22,18 +22,6 @@ def packed(*rows: int) -> Packed:
     return text_layout(TEXTS, STARTS, torch.device("cpu")).pack(rows or (0, 1, 2))
 
 
-def test_logits_are_those_of_the_models_own_pass_over_each_text_alone(new_model: Make, own_logits: Make) -> None:
-    """At the states before the tokens, whatever stands beside and behind them."""
-    model = new_model()
-    with torch.no_grad():
-        hidden = LM(model)(packed())
-        logits = LM(model).head().logits(hidden)
-    own = [own_logits(model, row)[start - 1 : -1] for row, start in zip(TEXTS, STARTS, strict=True)]
-    torch.testing.assert_close(logits.double(), torch.cat(own), rtol=1e-4, atol=1e-4)
-    assert logits.shape == (TOKENS, 7)
-    assert hidden.shape == (TOKENS, 16)
-
-
 def test_a_pass_makes_no_logits(new_model: Make) -> None:
     """Only the head does, for the states that it is asked for."""
     lm, events = LM(new_model()), []

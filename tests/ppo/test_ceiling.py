@@ -167,7 +167,7 @@ def test_a_ceiling_goes_on_from_its_state() -> None:
         before = [torch.tensor([0.0]), torch.tensor([0.0, 0.0])]
         first.hold(None, before, Mean(0.0, 0.0))  # type: ignore[arg-type]
         other = point.ceiling(1.0)
-        other.load_state_dict(first.state_dict())
+        other.forecast.load_state_dict(first.forecast.state_dict())
         with torch.no_grad():
             for p in point.parameters:
                 p.mul_(8)

@@ -75,10 +75,6 @@ def test_against_a_direct_computation(new_model: Make, letters: Any, batch: int)
     assert result.bits_per_byte == pytest.approx(total / math.log(2) / tokens, rel=1e-5)
 
 
-def test_bytes_are_those_of_utf8(new_model: Make, letters: Any) -> None:
-    assert perplexity(LM(new_model()), letters, ["aé🙂"]).bytes == 1 + 2 + 4
-
-
 def byte_level(**special: str) -> Any:
     """A tokenizer of the 256 bytes without merges, and what is special beside them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -126,23 +122,6 @@ def test_a_long_document_is_read_by_windows(new_model: Make, letters: Any) -> No
     by_hand = nll(model, ids[0:8]) + nll(model, ids[4:11], first=4)
     assert result.tokens == 10
     assert result.nats_per_token == pytest.approx(by_hand / 10, rel=1e-5)
-
-
-def test_smaller_passes_change_no_figure(new_model: Make, letters: Any, prompts_of: Make, smaller_passes: Make) -> None:
-    policy, reference = (LM(new_model(seed)) for seed in (0, 1))
-    prompts = prompts_of(*(x + y for x in "abcd" for y in "abcd"))
-    sampling = Sampling(max_new_tokens=6, temperature=1.0, eos_ids=[letters.eos_token_id], pad_id=letters.pad_token_id)
-
-    def figures() -> tuple[Any, Any]:
-        on_prompts = policy_figures(policy, reference, prompts, 0, sampling, letters, scorers=WITH_GOLD, batch_size=16)
-        return perplexity(policy, letters, TEXTS * 4), on_prompts
-
-    before = figures()
-    passes = smaller_passes()
-    after = figures()
-    assert max(passes) < 16
-    for one, other in zip(before, after, strict=True):
-        assert vars(one) == pytest.approx(vars(other), rel=1e-5)
 
 
 def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:
@@ -282,14 +261,6 @@ def test_the_samples_of_the_reference_are_drawn_once(
         assert kept == policy_samples(policy, reference, *rest, batch_size=5)
     assert all(sampled.states is None for _, sampled in drawn.values())
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
-
-
-def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:
-    lm = LM(new_model(seed=2))
-    same = figures(lm, lm)
-    assert same.kl_token == same.forward_kl_token == pytest.approx(0.0, abs=1e-6)
-    assert same.scores is None
-    assert same.gold is None
 
 
 def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:

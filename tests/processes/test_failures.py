@@ -111,22 +111,6 @@ def start_slow(launch: Make, settings: Make, tiny_settings: dict[str, Any], tmp_
     return start
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_dies_ends_the_group_and_the_run_goes_on(
-    start_slow: Make, together: Make, tmp_path: Path, rank: int
-) -> None:
-    process, ranks, resume = start_slow()
-    began = time.monotonic()
-    os.kill(ranks[rank], signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert time.monotonic() - began < 60
-    for count in (2, 1) if rank == 0 else (1, 2):  # the second time it is finished
-        assert together([resume], count).codes == [[0]] * count
-    rows = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "kl/token" in row]
-    assert rows == list(range(1, 21))
-
-
 def test_a_signal_to_one_process_stops_both_after_the_update(start_slow: Make, tmp_path: Path) -> None:
     process, ranks, _ = start_slow()
     os.kill(ranks[1], signal.SIGTERM)

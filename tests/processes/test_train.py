@@ -102,10 +102,7 @@ def test_two_processes_make_the_run_of_one(runs: Runs, variant: str) -> None:
 
     assert variant != "ceiling" or min(row["kl/backtrack_factor"] for row in two) < 1.0
     assert variant != "frozen-ceiling" or any(row["kl/pulled_back"] for row in two)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_samples_and_weights_are_those_of_one_process(runs: Runs, variant: str) -> None:
+    # Samples and weights.
     folders, samples = runs[variant], []
     for folder in folders:
         rows = [row for row in read_jsonl(folder / "samples.jsonl") if row["chosen"] == "first"]

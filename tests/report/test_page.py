@@ -52,15 +52,15 @@ def page(write_run: Write, metrics_rows: Rows) -> str:
     return report_page(read_run(write_run("evil$run_<b>$", rows, samples, config, summary)))
 
 
-def test_one_file_that_names_no_other(page: str) -> None:
+def test_one_file_that_shows_text_as_text_and_answers_on_its_first_screen(page: str) -> None:
+    """The verdict, three large figures, and the texts of one prompt before, on the way and after."""
+    # It names no other file.
     names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert set(re.findall(r"https?://[^\s\"'<)]+", page)) <= names
     assert not re.search(r"<(?:link|img|iframe|object|embed|base)\b|@import", page)
     assert len(page) < 1_000_000
     assert page.count("<svg") == 4
-
-
-def test_text_of_a_run_is_text(page: str) -> None:
+    # Text of the run is text.
     assert page.count("<script") == 1  # the page's own
     text = unescape(page)
     assert text.count('<script>document.title="owned"</script>') >= 3  # prompt, response, alert
@@ -70,10 +70,7 @@ def test_text_of_a_run_is_text(page: str) -> None:
     assert "\x1b" not in page
     assert "kl-spike" in text
     assert 'data-tip="end␣  log π' in text
-
-
-def test_the_first_screen_answers(page: str) -> None:
-    """The verdict, three large figures, and the texts of one prompt before, on the way and after."""
+    # The first screen.
     first = page.partition("<h2>Curves")[0]
     assert '<span class="status good">target 0.1 held (within' in first
     assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)<", first.partition("<details>")[0]) == [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.folder import RunFolder, lock_run_folder, newest_run, sweep, write_atomic, write_folder
+from rlhf_kl.run.folder import RunFolder, lock_run_folder, newest_run, sweep, write_folder
 from rlhf_kl.run.log import write_json
 
 
@@ -146,21 +146,6 @@ def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatc
     for stopped_by in (None, "KL above the ceiling"):
         write_json(folder.summary, {"stopped_by": stopped_by})
         assert folder.finished_summary() == (None if stopped_by else {"stopped_by": None})
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.txt"
-    write_atomic(path, "zwei ü")
-    assert path.read_text(encoding="utf-8") == "zwei ü"
-
-    def full_disk(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        write_atomic(path, "new")
-    assert path.read_text(encoding="utf-8") == "zwei ü"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_a_folder_is_replaced_whole_and_a_write_that_fails_leaves_the_old_one(tmp_path: Path) -> None:

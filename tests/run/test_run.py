@@ -121,6 +121,16 @@ def steps_of(folder: Path) -> list[int]:
     return [checkpoint.step for checkpoint in checkpoints(folder / "checkpoints")]
 
 
+def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(work: Work, tmp_path: Path) -> None:
+    law, copy = tmp_path / "law.py", tmp_path / "run" / "law.py"
+    law.write_text("class Keep:\n    coef = 0.4\n    def update(self, kl, episodes): ...\n")
+    work("run", f"kl.controller={{kind: '{law}:Keep'}}")
+    law.unlink()
+    assert load_config("train", tmp_path / "run" / "config.yaml").kl.controller.kind == f"{copy}:Keep"
+    work("run", f"kl.controller={{kind: '{copy}:Keep'}}", overwrite=True)
+    assert copy.is_file()
+
+
 # ---- which checkpoints there are
 
 
@@ -241,20 +251,6 @@ def test_other_content_is_refused_and_another_environment_reported(
     assert "torch 1.0 -> " in messages
 
 
-def test_a_checkpoint_that_cannot_be_read_is_refused_and_nothing_is_overwritten(
-    work: Work, crashed: Path, whole: list[Any]
-) -> None:
-    newest = checkpoints(crashed / "checkpoints")[-1].path
-    (newest / "optimizer-00001.safetensors").write_bytes(b"")
-    before = {path: path.read_bytes() for path in crashed.rglob("*") if path.is_file() and ".lock" not in path.name}
-    with pytest.raises(InputError, match="step-000004: cannot be read"):
-        work("crashed", resume=True)
-    assert {path: path.read_bytes() for path in before} == before
-    shutil.rmtree(newest)
-    work("crashed", resume=True)
-    assert left(crashed) == whole
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_resumed_run_has_the_threads_that_it_had(
     work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -322,6 +318,7 @@ def test_a_guard_ends_the_run_with_its_reason_and_a_checkpoint(work: Work, tmp_p
     with pytest.raises(GuardStop, match="too much"):
         work("run", at=lambda run, step: run.stop({"step": 3}, "too much") if step == 4 else None)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "too much"
+    assert steps_of(tmp_path / "run") == [2, 3]
 
 
 def test_what_may_not_be_saved_is_not_saved(work: Work, tmp_path: Path) -> None:
