@@ -72,7 +72,7 @@ def generate(
         from rlhf_kl.commands.stored import load_policy, load_run_reference
         from rlhf_kl.models.load import compute_dtype
         from rlhf_kl.models.value import frozen_lm
-        from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples
+        from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples, token_rows
 
     if folder is not None:
         config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * scores))
@@ -109,7 +109,8 @@ def generate(
         if scores:
             row["score"] = score_at(own.scores, i)
         if reference is not None:
-            kl = {"kl": own.kl[i], "kl_token": own.kl[i] / own.lengths[i], "tokens": own.tokens[i]}
+            kl = {"kl": own.kl[i], "kl_token": own.kl[i] / own.lengths[i]}
+            kl["tokens"] = token_rows(tokenizer, *own.tokens[i])
             row |= {"reference": other.texts[i], **kl}
             if scores:
                 row["reference_score"] = score_at(other.scores, i)
