@@ -110,8 +110,7 @@ def generate(
             row["score"] = score_at(own.scores, i)
         if reference is not None:
             kl = {"kl": own.kl[i], "kl_token": own.kl[i] / own.lengths[i]}
-            kl["tokens"] = token_rows(tokenizer, *own.tokens[i])
-            row |= {"reference": other.texts[i], **kl}
+            row |= {"reference": other.texts[i], **kl, "tokens": token_rows(tokenizer, *own.tokens[i])}
             if scores:
                 row["reference_score"] = score_at(other.scores, i)
         rows.append(row)

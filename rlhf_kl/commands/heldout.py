@@ -129,11 +129,11 @@ class HeldOut:
         forgetting = {"forward_kl_token": errors_of(other)["kl_token"]}
         return figures | {"standard_errors": errors_of(own) | forgetting}, own, other
 
-    def typical(self, prompts: Prompts) -> tuple[Samples, Samples]:
+    def typical(self, prompts: Prompts, before: Samples) -> tuple[Samples, Samples]:
         """See `typical_samples`."""
         with ui.progress("sampling more responses for the texts"):
             size = self.config.rollout.batch_size
-            return typical_samples(*self._sampling(prompts), scorers=self.scorers, batch_size=size)
+            return typical_samples(before, *self._sampling(prompts), scorers=self.scorers, batch_size=size)
 
     def _sampling(self, prompts: Prompts) -> tuple[LM, LM, Prompts, range, int, Sampling, Any]:
         assert self.reference is not None

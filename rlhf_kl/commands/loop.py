@@ -320,9 +320,8 @@ def evaluate_policy(
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             sums = [text_sums(model, setup.tokenizer, texts) for model in models]
             pair = policy_samples(*model_and_data, setup.scorers, batch_size=size, cached=setup.cached)
-            scorers = setup.scorers.trained if pair[0].failures else setup.scorers
-            more = typical_samples(*model_and_data, scorers=scorers, batch_size=size, both=step == 1)
-            return sums, pair + more
+            options: dict[str, Any] = {"scorers": setup.scorers, "batch_size": size, "both": step == 1}
+            return sums, pair + typical_samples(pair[0], *model_and_data, **options)
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other, *more = map(Samples.joined, zip(*samples, strict=True))
@@ -337,5 +336,5 @@ def evaluate_policy(
     for perplexity in of_reference:
         row["eval/reference_perplexity"] = perplexity.perplexity
         row["eval/reference_distinct_2"] = distinct_2(other.texts)
-    of_policy, of_reference = (own, more[0]), (other, more[1]) if step == 1 else None
-    return row, heldout_rows(prompts, setup.tokenizer, of_policy, of_reference, setup.scorers.column_names)
+    at_start, columns = (other, more[1]) if step == 1 else None, setup.scorers.column_names
+    return row, heldout_rows(prompts, setup.tokenizer, (own, more[0]), at_start, columns)

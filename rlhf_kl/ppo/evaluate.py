@@ -29,7 +29,6 @@ MORE = 7  # further responses to each of them: people read that of the median sc
 NO_SCORERS = Scorers()
 
 
-Columns = tuple[list[int], list[float], list[float], list[float]]  # of the tokens of a response, as `token_rows` reads
 CachedSamples = dict[tuple[int, int], tuple[Responses, Sampled]]  # by the first prompt and the one after the last
 
 
@@ -54,7 +53,7 @@ class Samples:
     scores: list[float] = field(default_factory=list)  # NaN = not scored
     gold: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # of the gold scorer
-    tokens: list[Columns] = field(default_factory=list)  # of the first `shown` texts
+    tokens: list[list[list[Any]]] = field(default_factory=list)  # of the first `shown`: what `token_rows` reads
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
@@ -91,7 +90,8 @@ def policy_samples(
     policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
     2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: for so many of the
     prompts the tokens are kept, and the reference's responses are scored too, after all of the policy's.
-    `both`: else the reference only reads, and has no samples. `advance(n)` is called after every n responses. Errors: InputError from a reward function.
+    `both`: else the reference only reads, and has no samples. `advance(n)` is called after every n responses.
+    Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
     prompts = prompts.pick(part)
@@ -120,8 +120,7 @@ def policy_samples(
                 read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
                 mask, *columns = (x.cpu() for x in read)  # at once: each read of a row would wait for a GPU
                 for i in range(min(shown - len(made.tokens), len(texts))):
-                    ids, *nats = (column[i][mask[i]].tolist() for column in columns)
-                    made.tokens.append((ids, *nats))
+                    made.tokens.append([column[i][mask[i]].tolist() for column in columns])
             advance(len(texts))
             yield responses
 
@@ -138,15 +137,23 @@ def policy_samples(
 
 
 def typical_samples(
-    policy: LM, reference: LM | None, prompts: Prompts, part: range, *arguments: Any, scorers: Scorers, **options: Any
+    before: Samples,
+    policy: LM,
+    reference: LM | None,
+    prompts: Prompts,
+    part: range,
+    *arguments: Any,
+    scorers: Scorers,
+    **options: Any,
 ) -> tuple[Samples, Samples]:
     """`MORE` responses to each prompt of `part` that is among the first `SHOWN`, by noise of their own.
 
-    The other arguments are those of `policy_samples`. Empty where nothing is scored.
+    `before`: the policy's samples of `policy_samples`, whose arguments the others are. Empty if nothing is scored.
     """
     rows = range(min(SHOWN, len(prompts)) if scorers.scorers else 0)
     again = prompts.pick([i for i in rows for _ in range(MORE)])
     mine = range(MORE * min(part.start, len(rows)), MORE * min(part.stop, len(rows)))
+    scorers = scorers.trained if before.failures else scorers
     options |= {"scorers": scorers, "purpose": "evaluation/typical", "shown": len(again)}
     return policy_samples(policy, reference, again, mine, *arguments, **options)
 
