@@ -14,6 +14,7 @@ from rlhf_kl.build.parts import Setup
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.ppo.checks import CHECKED_ROWS
+from rlhf_kl.ppo.evaluate import MORE, SHOWN
 from rlhf_kl.ppo.reference import ReferenceScores
 
 SHARE = 0.15  # of a run's time for the start and all evaluations
@@ -57,7 +58,9 @@ def plan_evaluations(config: TrainConfig, setup: Setup, scores: ReferenceScores,
 
     def plan(every: int) -> EvalPlan:
         count = 1 + -(-updates // every)
-        each, response = room / count, MEASURED * length * (1.0 + 1.0 / count)  # the reference's are drawn once
+        response = MEASURED * length * (1.0 + 1.0 / count)  # the reference's are drawn once
+        more = response * MORE * SHOWN  # for the texts that are shown
+        each = room / count - more
 
         def responses(tokens: float) -> int:
             return min(most, max(FEWEST, int(tokens / response)))
@@ -67,7 +70,7 @@ def plan_evaluations(config: TrainConfig, setup: Setup, scores: ReferenceScores,
             left = each - response * responses(each / 2)
             texts = min(texts, max(FEWEST, bisect_right(read, left) - 1))
         drawn = responses(each - read[texts])
-        spent = start + count * (read[texts] + drawn * response)
+        spent = start + count * (read[texts] + drawn * response + more)
         return EvalPlan(every, texts, drawn, spent / (spent + training))
 
     if before is not None:

@@ -80,7 +80,8 @@ def evaluate(
     if model is None:
         prompts, different = held.prompts(samples)
         sampled, own, other = held.sampled(prompts, "policy and reference")
-        rows = heldout_rows(prompts, own, other)
+        more = held.typical(prompts, own)
+        rows = heldout_rows(prompts, held.tokenizer, (own, more[0]), (other, more[1]))
         found = {"prompts": different, "responses": len(prompts), "texts": grouped(rows)}
         figures = joined(figures, sampled) | found
         figures["reference"] = joined(figures["reference"], of_reference(own, other))

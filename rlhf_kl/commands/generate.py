@@ -70,7 +70,7 @@ def generate(
         from rlhf_kl.build.world import with_files
         from rlhf_kl.commands.samples import score_at
         from rlhf_kl.commands.stored import load_policy, load_reference
-        from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples
+        from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples, token_rows
 
     if folder is not None:
         config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * scores))
@@ -107,8 +107,8 @@ def generate(
         if scores:
             row["score"] = score_at(own.scores, i)
         if reference is not None:
-            kl = {"kl": own.kl[i], "kl_token": own.kl[i] / own.lengths[i], "tokens": own.tokens[i]}
-            row |= {"reference": other.texts[i], **kl}
+            kl = {"kl": own.kl[i], "kl_token": own.kl[i] / own.lengths[i]}
+            row |= {"reference": other.texts[i], **kl, "tokens": token_rows(tokenizer, *own.tokens[i])}
             if scores:
                 row["reference_score"] = score_at(other.scores, i)
         rows.append(row)

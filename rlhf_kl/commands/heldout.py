@@ -17,6 +17,7 @@ from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
+from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.ppo.evaluate import (
     NO_SCORERS,
@@ -26,9 +27,10 @@ from rlhf_kl.ppo.evaluate import (
     figures_of,
     policy_samples,
     text_errors,
+    typical_samples,
 )
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.types import Prompts
+from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 
 
@@ -103,17 +105,10 @@ class HeldOut:
 
         `cached`: as in `policy_samples`; if it holds the reference's samples, these are not scored again.
         """
-        assert self.reference is not None
         again = bool(cached)
         with ui.progress(f"sampling {len(prompts)} responses: {name}", 2 * len(prompts)) as advance:
             own, other = policy_samples(
-                self.policy,
-                self.reference,
-                prompts,
-                range(len(prompts)),
-                self.config.run.seed,
-                self.sampling,
-                self.tokenizer,
+                *self._sampling(prompts),
                 self.scorers,
                 batch_size=self.config.rollout.batch_size,
                 advance=advance,
@@ -128,6 +123,17 @@ class HeldOut:
             log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
         forgetting = {"forward_kl_token": errors_of(other)["kl_token"]}
         return figures | {"standard_errors": errors_of(own) | forgetting}, own, other
+
+    def typical(self, prompts: Prompts, before: Samples) -> tuple[Samples, Samples]:
+        """See `typical_samples`."""
+        with ui.progress("sampling more responses for the texts"):
+            size = self.config.rollout.batch_size
+            return typical_samples(before, *self._sampling(prompts), scorers=self.scorers, batch_size=size)
+
+    def _sampling(self, prompts: Prompts) -> tuple[LM, LM, Prompts, range, int, Sampling, Any]:
+        assert self.reference is not None
+        every, seed = range(len(prompts)), self.config.run.seed
+        return self.policy, self.reference, prompts, every, seed, self.sampling, self.tokenizer
 
 
 def of_reference(own: Samples, other: Samples) -> dict[str, Any]:

@@ -24,7 +24,15 @@ from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
-from rlhf_kl.ppo.evaluate import Samples, distinct_2, errors_of, figures_of, policy_samples, text_errors
+from rlhf_kl.ppo.evaluate import (
+    Samples,
+    distinct_2,
+    errors_of,
+    figures_of,
+    policy_samples,
+    text_errors,
+    typical_samples,
+)
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.report.card import model_card
 from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
@@ -305,24 +313,19 @@ def evaluate_policy(
 
     other_start = step == 1 and not setup.reference_is_initial_policy  # else the first row has the reference's figures
 
-    def evaluate() -> tuple[list[TextSums], tuple[Samples, Samples]]:
+    model_and_data = (setup.policy, setup.reference, prompts, rows, config.run.seed, setup.sampling, setup.tokenizer)
+    size = config.rollout.batch_size // ranks.count
+
+    def evaluate() -> tuple[list[TextSums], tuple[Samples, ...]]:
         models = [setup.policy, setup.reference] if other_start else [setup.policy]
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
-            return [text_sums(model, setup.tokenizer, texts) for model in models], policy_samples(
-                setup.policy,
-                setup.reference,
-                prompts,
-                rows,
-                config.run.seed,
-                setup.sampling,
-                setup.tokenizer,
-                setup.scorers,
-                batch_size=config.rollout.batch_size // ranks.count,
-                cached=setup.cached,
-            )
+            sums = [text_sums(model, setup.tokenizer, texts) for model in models]
+            pair = policy_samples(*model_and_data, setup.scorers, batch_size=size, cached=setup.cached)
+            options: dict[str, Any] = {"scorers": setup.scorers, "batch_size": size, "both": step == 1}
+            return sums, pair + typical_samples(pair[0], *model_and_data, **options)
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
-    own, other = map(Samples.joined, zip(*samples, strict=True))
+    own, other, *more = map(Samples.joined, zip(*samples, strict=True))
     by_model = list(zip(*sums, strict=True))
     text, *of_reference = map(perplexity_of, by_model)
     figures = figures_of(own, other, events)
@@ -334,4 +337,5 @@ def evaluate_policy(
     for perplexity in of_reference:
         row["eval/reference_perplexity"] = perplexity.perplexity
         row["eval/reference_distinct_2"] = distinct_2(other.texts)
-    return row, heldout_rows(prompts, own, other if step == 1 else None, setup.scorers.column_names)
+    at_start, columns = (other, more[1]) if step == 1 else None, setup.scorers.column_names
+    return row, heldout_rows(prompts, setup.tokenizer, (own, more[0]), at_start, columns)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
-from rlhf_kl.ppo.evaluate import SHOWN, Samples, token_rows
+from rlhf_kl.ppo.evaluate import MORE, SHOWN, Samples, from_median, token_rows
 from rlhf_kl.report.texts import HELD_OUT
 from rlhf_kl.rewards.scorer import GOLD, REWARD
 from rlhf_kl.types import Prompts, RolloutBatch
@@ -42,22 +43,37 @@ def sample_rows(
                 "score": score_at(rollout.scores.get(REWARD, ()), i),
                 "gold": score_at(rollout.scores.get(GOLD, ()), i),
                 "kl": float(rollout.exact_kl[i].sum()),
-                "tokens": token_rows(tokenizer, *(column[i][rollout.mask[i]] for column in of_tokens)),
+                "tokens": token_rows(tokenizer, *(column[i][rollout.mask[i]].tolist() for column in of_tokens)),
             }
 
 
 def heldout_rows(
-    prompts: Prompts, own: Samples, other: Samples | None, columns: Sequence[str] = ()
+    prompts: Prompts,
+    tokenizer: Any,
+    own: Sequence[Samples],
+    other: Sequence[Samples] | None,
+    columns: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """What the policy answers to the first held-out prompts, and where it is given what the reference answers."""
+    """What the policy answers to the first held-out prompts, and where it is given what the reference answers.
 
-    def response(samples: Samples, i: int) -> dict[str, Any]:
-        return {"response": samples.texts[i], "score": score_at(samples.scores, i), "gold": score_at(samples.gold, i)}
+    `own`, `other`: the responses of a model, and its `typical_samples`. Of all to a prompt the one of the median score
+    is shown, with the mean score; where none or one is scored, the first.
+    """
+
+    def response(several: Sequence[Samples], i: int, with_tokens: bool = False) -> dict[str, Any]:
+        first, more = several
+        every = [(first, i), *((more, j) for j in range(len(more.texts))[MORE * i : MORE * (i + 1)])]
+        scores = [math.nan if (score := score_at(each.scores, j)) is None else score for each, j in every]
+        order = from_median(scores)
+        samples, j = every[order[0] if order[1:] else 0]
+        row = {"response": samples.texts[j], "score": score_at(samples.scores, j), "gold": score_at(samples.gold, j)}
+        if order[1:]:
+            row |= {"score_mean": fmean(scores[k] for k in order), "of": len(order)}
+        return row | ({"kl": samples.kl[j], "tokens": token_rows(tokenizer, *samples.tokens[j])} if with_tokens else {})
 
     return [
         {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompts.rows[i], columns, {})}
-        | response(own, i)
-        | {"kl": own.kl[i], "tokens": own.tokens[i]}
+        | response(own, i, with_tokens=True)
         | ({"reference": response(other, i)} if other is not None else {})
         for i, prompt in enumerate(dict.fromkeys(prompts.texts[:SHOWN]))  # one prompt is answered more than once
     ]

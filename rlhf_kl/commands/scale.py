@@ -192,12 +192,12 @@ class Scaled:
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
     """Two responses whose scores are next to the median, to two prompts if there are; without scores the first two."""
-    ranked = sorted((score, i) for i, score in enumerate(own.scores) if not math.isnan(score))
-    middle = len(ranked) // 2
-    order = [i for _, (_, i) in sorted(enumerate(ranked), key=lambda pair: abs(pair[0] - middle))]
+    from rlhf_kl.ppo.evaluate import from_median
+
+    order = from_median(own.scores)
     first, *others = order or range(len(own.texts))
     chosen = [first, next((i for i in others if prompts[i] != prompts[first]), others[0])]
     return [
-        {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i]} | ({"score": own.scores[i]} if ranked else {})
+        {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i]} | ({"score": own.scores[i]} if order else {})
         for i in chosen
     ]

@@ -11,7 +11,6 @@ from statistics import fmean, pvariance
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlhf_kl.events import EvalScores, Event, GoldFailed
 from rlhf_kl.models.lm import LM
@@ -26,6 +25,7 @@ from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
 
 ROWS = 32
 SHOWN = 2  # held-out prompts whose responses people read
+MORE = 7  # further responses to each of them: people read that of the median score
 NO_SCORERS = Scorers()
 
 
@@ -53,7 +53,7 @@ class Samples:
     scores: list[float] = field(default_factory=list)  # NaN = not scored
     gold: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # of the gold scorer
-    tokens: list[list[dict[str, Any]]] = field(default_factory=list)  # of the first `SHOWN` texts, as `token_rows`
+    tokens: list[list[list[Any]]] = field(default_factory=list)  # of the first `shown`: what `token_rows` reads
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
@@ -82,6 +82,7 @@ def policy_samples(
     cached: CachedSamples | None = None,
     purpose: str = "evaluation",
     shown: int = SHOWN,
+    both: bool = True,
 ) -> tuple[Samples, Samples]:
     """One response of policy and of reference (if any) to each prompt of `part`, at most `batch_size` at a time.
 
@@ -89,7 +90,8 @@ def policy_samples(
     policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
     2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: for so many of the
     prompts the tokens are kept, and the reference's responses are scored too, after all of the policy's.
-    `advance(n)` is called after every n responses. Errors: InputError from a reward function.
+    `both`: else the reference only reads, and has no samples. `advance(n)` is called after every n responses.
+    Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
     prompts = prompts.pick(part)
@@ -118,12 +120,12 @@ def policy_samples(
                 read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
                 mask, *columns = (x.cpu() for x in read)  # at once: each read of a row would wait for a GPU
                 for i in range(min(shown - len(made.tokens), len(texts))):
-                    made.tokens.append(token_rows(tokenizer, *(column[i][mask[i]] for column in columns)))
+                    made.tokens.append([column[i][mask[i]].tolist() for column in columns])
             advance(len(texts))
             yield responses
 
     cached = {} if cached is None else cached
-    drawn = [] if reference is None else list(sampled_by(other, reference, policy, cached))
+    drawn = [] if reference is None or not both else list(sampled_by(other, reference, policy, cached))
     for responses in sampled_by(own, policy, reference, {}):
         own.score(scorers, responses)
     left = shown - part.start
@@ -132,6 +134,35 @@ def policy_samples(
             other.score(scorers, responses.first(left))
         left -= len(responses.texts)
     return pair
+
+
+def typical_samples(
+    before: Samples,
+    policy: LM,
+    reference: LM | None,
+    prompts: Prompts,
+    part: range,
+    *arguments: Any,
+    scorers: Scorers,
+    **options: Any,
+) -> tuple[Samples, Samples]:
+    """`MORE` responses to each prompt of `part` that is among the first `SHOWN`, by noise of their own.
+
+    `before`: the policy's samples of `policy_samples`, whose arguments the others are. Empty if nothing is scored.
+    """
+    rows = range(min(SHOWN, len(prompts)) if scorers.scorers else 0)
+    again = prompts.pick([i for i in rows for _ in range(MORE)])
+    mine = range(MORE * min(part.start, len(rows)), MORE * min(part.stop, len(rows)))
+    scorers = scorers.trained if before.failures else scorers
+    options |= {"scorers": scorers, "purpose": "evaluation/typical", "shown": len(again)}
+    return policy_samples(policy, reference, again, mine, *arguments, **options)
+
+
+def from_median(scores: Sequence[float]) -> list[int]:
+    """Where the finite scores are, from the median outwards: of an even number, the lower one in the middle."""
+    ranked = sorted((score, i) for i, score in enumerate(scores) if math.isfinite(score))
+    middle = (len(ranked) - 1) // 2
+    return [i for _, (_, i) in sorted(enumerate(ranked), key=lambda pair: abs(pair[0] - middle))]
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -146,11 +177,11 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     return texts
 
 
-def token_rows(tokenizer: Any, ids: Tensor, logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor) -> list[dict[str, Any]]:
-    """One mapping for each token of a response; all (T,), log-probs and KL in nats."""
-    columns = zip(
-        token_texts(tokenizer, ids.tolist()), logprobs.tolist(), ref_logprobs.tolist(), kl.tolist(), strict=True
-    )
+def token_rows(
+    tokenizer: Any, ids: list[int], logprobs: list[float], ref_logprobs: list[float], kl: list[float]
+) -> list[dict[str, Any]]:
+    """One mapping for each token of a response; all of T numbers, log-probs and KL in nats."""
+    columns = zip(token_texts(tokenizer, ids), logprobs, ref_logprobs, kl, strict=True)
     return [{"text": text, "logprob": p, "ref_logprob": q, "kl": nats} for text, p, q, nats in columns]
 
 

@@ -25,7 +25,8 @@ LONGEST = 800  # characters of a text that are shown
 def held_out_texts(folder: Path) -> list[dict[str, Any]]:
     """For each prompt `{prompt, reference: {text, score, gold}, policy: [{step, text, score, gold, kl, tokens}, ...]}`.
 
-    `step`: of the update that follows, so 1 is the policy at the start. All texts of a prompt come from the same noise.
+    `step`: of the update that follows, so 1 is the policy at the start. A text of several that
+    were drawn has `score_mean` and their number `of`.
     Scores and KL (nats) may be None. Empty if nothing has been evaluated.
     """
     return grouped(row for row in read_jsonl(RunFolder(folder).samples) if row.get("chosen") == HELD_OUT)
@@ -67,6 +68,8 @@ def text_figures(text: Mapping[str, Any], kl: str = "KL {}", digits: int = 3) ->
     """Score, gold and KL of a response (nats), as far as they are known."""
     forms = {"score": "score {}", "gold": "gold {}", "kl": kl}
     known = {name: value for name in forms if (value := read_number(text, name)) is not None}
+    if (mean := read_number(text, "score_mean")) is not None:
+        forms["score"] += f" (median of {text.get('of')}, mean {format_number(mean, digits)})"
     return [forms[name].format(format_number(value, digits)) for name, value in known.items()]
 
 
@@ -87,5 +90,5 @@ def _shown(name: str, text: Mapping[str, Any]) -> Text:
 
 
 def _text(row: Mapping[str, Any]) -> dict[str, Any]:
-    figures = ("step", "score", "gold", "kl", "tokens")
+    figures = ("step", "score", "score_mean", "of", "gold", "kl", "tokens")
     return {"text": row["response"], **{key: row[key] for key in figures if key in row}}

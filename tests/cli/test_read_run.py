@@ -180,6 +180,7 @@ def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) 
     errors, others = (each.pop("standard_errors") for each in (figures, allowed))
     assert {name for name in others if others[name] != errors.get(name)} == {"scores", "gold"}
     assert {name for name in figures if figures[name] != allowed[name]} == {"scores", "gold", "reference", "texts"}
+    assert "of" not in figures["texts"][0]["policy"][0]
     assert figures["reference"]["scores"] is figures["scores"] is figures["texts"][0]["policy"][0]["score"] is None
     outcome = rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--scores")
     assert (outcome.code, outcome.out) == (2, "")

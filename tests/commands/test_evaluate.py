@@ -76,6 +76,8 @@ def test_the_texts_of_a_run_are_those_of_its_training_and_its_start_is_the_refer
         assert (one["prompt"], one["reference"]["text"]) == (other["prompt"], other["reference"]["text"])
         last, now = one["policy"][-1], other["policy"][0]
         assert (last["text"], last["kl"]) == (now["text"], pytest.approx(now["kl"], rel=1e-4))
+        assert now["of"] == one["reference"]["of"] == 8
+        assert last["score_mean"] == pytest.approx(now["score_mean"])
         assert last["kl"] == pytest.approx(sum(token["kl"] for token in last["tokens"]), rel=1e-5)
     start = evaluate(config=str(tiny_run / "config.yaml"))
     assert (start["kl_token"], start["perplexity"]) == pytest.approx((0.0, start["reference"]["perplexity"]), abs=1e-5)

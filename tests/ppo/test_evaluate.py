@@ -15,6 +15,7 @@ from tokenizers.models import BPE, WordLevel
 from torch.distributions import Categorical, kl_divergence
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_kl.commands.samples import heldout_rows
 from rlhf_kl.errors import InputError
 from rlhf_kl.events import EvalScores, Event
 from rlhf_kl.models.lm import LM
@@ -31,6 +32,7 @@ from rlhf_kl.ppo.evaluate import (
     standard_error,
     token_rows,
     token_texts,
+    typical_samples,
 )
 from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
@@ -263,6 +265,48 @@ def test_the_samples_of_the_reference_are_drawn_once(
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
 
+def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_processes(
+    new_model: Make, letters: Any, prompts: Prompts
+) -> None:
+    models, rest = [LM(new_model(seed=seed)) for seed in (3, 2)], (0, SAMPLING, letters)
+    first = policy_samples(*models, prompts, range(12), *rest, scorers=WITH_GOLD)
+
+    def typical(*parts: range, scorers: Scorers = WITH_GOLD, **options: Any) -> list[Samples]:
+        each = [typical_samples(first[0], *models, prompts, part, *rest, scorers=scorers, **options) for part in parts]
+        return [Samples.joined(several) for several in zip(*each, strict=True)]
+
+    more = typical(range(12))
+    for one, other in zip(more, typical(range(1), range(1, 7), range(7, 12), batch_size=2), strict=True):
+        assert (one.texts, one.scores, one.gold) == (other.texts, other.scores, other.gold)
+    assert [len(each.texts) for each in typical(range(12), both=False)] == [14, 0]
+    assert typical(range(12), scorers=Scorers()) == [Samples(), Samples()]
+    rows = heldout_rows(prompts, letters, *zip(first, more, strict=True))
+    assert [row["prompt"] for row in rows] == prompts.texts[:2]
+    for i, row in enumerate(rows):
+        for samples, others, shown in zip(first, more, (row, row["reference"]), strict=True):
+            texts = [samples.texts[i], *others.texts[7 * i : 7 * i + 7]]
+            assert len(set(texts)) > 2
+            assert shown["response"] in texts
+            assert shown["score"] == len(shown["response"]) == sorted(map(len, texts))[3]
+            assert (shown["score_mean"], shown["of"]) == (fmean(map(len, texts)), 8)
+        assert row["kl"] == pytest.approx(sum(token["kl"] for token in row["tokens"]), abs=1e-5)
+    own = first[0]
+    own.scores[0], more[0].scores[:7] = math.nan, [*[math.nan] * 5, 1.0, 2.0]
+    shown = heldout_rows(prompts, letters, (own, more[0]), None)[0]
+    assert (shown["response"], shown["score_mean"], shown["of"]) == (more[0].texts[5], 1.5, 2)
+    more[0].scores[5] = math.inf  # one score has no median
+    shown = heldout_rows(prompts, letters, (own, more[0]), None)[0]
+    assert (shown["response"], shown["score"], "of" in shown) == (own.texts[0], None, False)
+
+
+def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:
+    lm = LM(new_model(seed=2))
+    same = figures(lm, lm)
+    assert same.kl_token == same.forward_kl_token == pytest.approx(0.0, abs=1e-6)
+    assert same.scores is None
+    assert same.gold is None
+
+
 def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
     samples = Samples([0.1] * 3, [1] * 3, [True] * 3, ["a"] * 3, [1.0, math.inf, math.nan])
     events: list[Event] = []
@@ -301,8 +345,8 @@ def test_a_real_model_on_real_stories(real_data: Path, own_logits: Make) -> None
 def test_a_token_keeps_the_blank_that_a_decoder_drops_at_the_start_of_a_text() -> None:
     raw = Tokenizer(WordLevel({"▁a": 0, "▁": 1, "always": 2, "d": 3}, unk_token="d"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    zeros = torch.zeros(3)
-    rows = token_rows(PreTrainedTokenizerFast(tokenizer_object=raw), torch.tensor([3, 1, 2]), zeros, zeros, zeros)
+    zeros = [0.0] * 3
+    rows = token_rows(PreTrainedTokenizerFast(tokenizer_object=raw), [3, 1, 2], zeros, zeros, zeros)
     assert [row["text"] for row in rows] == ["d", " ", "always"]
 
 

@@ -105,8 +105,8 @@ def test_two_processes_make_the_run_of_one(runs: Runs, variant: str) -> None:
     # Samples and weights.
     folders, samples = runs[variant], []
     for folder in folders:
-        rows = [row for row in read_jsonl(folder / "samples.jsonl") if row["chosen"] == "first"]
-        samples.append([(row["step"], row["prompt"], row["response"]) for row in rows])
+        rows = [row for row in read_jsonl(folder / "samples.jsonl") if row["chosen"] != "largest kl"]
+        samples.append([(row["step"], row["prompt"], row["response"], row.get("score_mean")) for row in rows])
     assert samples[0]
     assert samples[0] == samples[1]
     name = "adapter_model.safetensors" if "adapter" in variant else "model.safetensors"

@@ -58,9 +58,13 @@ def test_two_texts_stand_beside_each_other_where_there_is_room(folder: Write, wi
 
 def test_tokens_are_coloured_by_their_kl_as_far_as_they_are_the_text() -> None:
     tokens = [{"text": " cold", "kl": 0.1}, {"text": " s", "kl": 9.0}, {"text": "\ufffd", "kl": 9.0}]
-    text = {"text": " cold soup", "tokens": tokens, "ended": False, "score": 1.0}
+    text = {"text": " cold soup", "tokens": tokens, "ended": False, "score": 1.0, "score_mean": 0.75, "of": 8}
     console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(answers([{"prompt": "p", "policy": [text]}]))
     plain = console.export_text(clear=False)
-    assert [line.rstrip() for line in plain.splitlines()] == ["p", "policy  score 1.0, not ended", "cold soup"]
+    assert [line.rstrip() for line in plain.splitlines()] == [
+        "p",
+        "policy  score 1.0 (median of 8, mean 0.75), not ended",
+        "cold soup",
+    ]
     assert "\x1b[33mcold\x1b[0m\x1b[31m s\x1b[0moup" in console.export_text(styles=True)
