@@ -312,7 +312,7 @@ def tiny_settings(tiny_folder: Path, tiny_data: SimpleNamespace) -> dict[str, An
             "microbatch_size": 8,
         },
         "kl": {"controller": {"kind": "adaptive", "coef": 0.1}},
-        "eval": {"every": 2, "texts": str(tiny_data.texts)},
+        "eval": {"every": 2, "texts": str(tiny_data.texts), "max_documents": 200},
         "checkpoint": {"every": 2, "keep": 10},
         "tracking": {"tensorboard": False, "samples_every": 2},
     }

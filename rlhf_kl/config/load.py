@@ -86,10 +86,17 @@ def json_schema(kind: Kind) -> dict[str, Any]:
 
 
 def config_diff(a: AnyConfig, b: AnyConfig) -> list[str]:
-    """ "key: old -> new" for every dotted key whose value differs."""
+    """ "key: old -> new" for every dotted key whose value differs.
+
+    `data.chat_template: auto` in the new one is no change: a run stores what it stands for.
+    """
     old, new = ({key: dump_yaml([value])[2:].strip() for key, value in flat(c.model_dump()).items()} for c in (a, b))
     pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in [*old, *new]}
-    return [f"{key}: {before} -> {after}" for key, (before, after) in pairs.items() if before != after]
+    return [
+        f"{key}: {before} -> {after}"
+        for key, (before, after) in pairs.items()
+        if before != after and (key, after) != ("data.chat_template", "auto")
+    ]
 
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -60,8 +60,6 @@ def check_config(folder: RunFolder, config: AnyConfig) -> None:
     """
     before: AnyConfig = load_config(kind_of(config), folder.config)
     lines = [line for line in config_diff(before, config) if not line.startswith(FREE_TO_CHANGE)]
-    if isinstance(config, TrainConfig) and config.data.chat_template == "auto":  # what it stands for was stored
-        lines = [line for line in lines if not line.startswith("data.chat_template:")]
     if _may_grow(before, config):
         lines = [line for line in lines if not line.startswith("ppo.total_episodes:")]
     changed = [line for line in lines if not line.startswith(ROUNDING_ONLY)]

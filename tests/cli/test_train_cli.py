@@ -35,7 +35,8 @@ def test_the_run_folder(smoke: tuple[Path, Any]) -> None:
     assert any(name.startswith("value") for name in final)
     for sample in read_jsonl(folder / "samples.jsonl"):
         keys = {"step", "prompt", "response", "chosen", "score", "gold", "kl", "tokens"}
-        assert sample.keys() - {"reference"} == keys
+        means = {"score_mean", "of"} if sample["chosen"] == "held out" else set()
+        assert sample.keys() - {"reference"} == keys | means
         assert sample["tokens"][0].keys() == {"text", "logprob", "ref_logprob", "kl"}
 
 
