@@ -36,7 +36,7 @@ def gguf_folder(ref: str) -> str:
     if importlib.util.find_spec("gguf") is None:
         raise InputError(f"{ref}: the package gguf is missing: pip install gguf (or rlhf-kl[gguf])")
     about = file.stat()
-    key = hashlib.sha256(f"{file} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"2 {file} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{file.stem}-{key}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def gguf_folder(ref: str) -> str:
 
 
 def _convert(ref: str, file: Path, place: Path) -> None:
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": str(file)}
     try:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
             tokenizer = AutoTokenizer.from_pretrained(**where)

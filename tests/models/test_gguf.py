@@ -73,9 +73,12 @@ def permuted(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "near"), [("F32", 1e-5), ("Q8_0", 0.05)])
 def test_its_weights_and_words_are_those_of_the_file(
-    written: Callable[[Any], Path], llama: Any, kind: str, near: float
+    written: Callable[[Any], Path], llama: Any, kind: str, near: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = written(gguf.GGMLQuantizationType[kind])
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / file.name).write_bytes(b"GGUF, another file of this name")
+    monkeypatch.chdir(tmp_path / "here")
     folder = Loader().folder(str(file))
     ids = torch.tensor([[1, 5, 9, 4, 7]])
     with torch.no_grad():
