@@ -86,21 +86,27 @@ def compare_schema() -> dict[str, Any]:
     return schema
 
 
-def load_compare(
-    file: str | Path,
+def load_compare(file: str | Path, *arguments: Any, **options: Any) -> ComparePlan:
+    """`plan_comparison` of a file (`find_config`)."""
+    path = find_config(file)
+    return plan_comparison(read_yaml(path), path, *arguments, **options)
+
+
+def plan_comparison(
+    raw: Mapping[str, Any],
+    path: Path,
     overrides: Sequence[str] = (),
     output_dir: Path | None = None,
     seed: int | None = None,
     *,
     updates: int | None = None,
 ) -> ComparePlan:
-    """Read and check a comparison (`find_config`), and lay out its runs. Raises InputError with every problem.
+    """Check a comparison and lay out its runs.
 
-    overrides: `--set` for every run; they win over the variants. output_dir: default runs/NAME-OF-THE-FILE.
-    seed: instead of those of the file. updates: of each run.
+    raw, path: the mapping and its file, beside which relative paths are looked for. overrides: `--set` for every run;
+    they win over the variants. output_dir: default runs/NAME-OF-THE-FILE. seed: instead of those of the file.
+    updates: of each run. Raises InputError with every problem.
     """
-    path = find_config(file)
-    raw = read_yaml(path)
     kind = detect_kind(read_merged(path) if "extends" in raw else raw)
     if kind not in (None, "compare"):
         raise InputError(f"{path} is a config for `rlhf-kl {kind}`, not for `rlhf-kl compare`, which has variants")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +32,13 @@ def test_killed_runs_end_as_if_nothing_had_been(small_world: World) -> None:
 
 def test_this_environment_is_complete() -> None:
     script("environment.py", "--check-dev")
+
+
+@pytest.mark.parametrize("file", sorted(SCRIPTS.glob("*.py")), ids=lambda file: file.stem)
+def test_what_a_script_imports_of_the_program_is_there(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlhf_kl"):
+            module = importlib.import_module(node.module or "")
+            missing = [name.name for name in node.names if not hasattr(module, name.name)]
+            for name in missing:
+                importlib.import_module(f"{node.module}.{name}")  # a module
