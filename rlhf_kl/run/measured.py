@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,19 +31,30 @@ def conditions(
     }
 
 
+def own_code() -> dict[str, str]:
+    """SHA-256 of the files of all modules that are neither installed nor of this program: plugins, and theirs."""
+    installed = [Path(place).resolve() for place in (sys.prefix, sys.base_prefix, Path(__file__).parents[1])]
+    files = {Path(file).resolve() for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
+    return {str(file): _digest(file) for file in sorted(files) if not {*installed} & {*file.parents}}
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
 def keep_measured(config: AnyConfig, under: Mapping[str, Any], states: Mapping[str, Any]) -> bool:
     """Write the states into the run's folder, unless it holds a run or cannot be written; returns whether."""
     folder = RunFolder(Path(config.run.output_dir))
     with contextlib.suppress(InputError, OSError), lock_run_folder(folder, resume=False, overwrite=False):
-        write_json(folder.measured, {"under": under, "states": states})
+        write_json(folder.measured, {"under": under, "code": own_code(), "states": states})
         return True
     return False
 
 
 def measured_before(folder: RunFolder, under: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The states that `doctor` kept in the folder under the same conditions; None without them."""
+    """The states that `doctor` kept in the folder under the same conditions, code included; None without them."""
     with contextlib.suppress(OSError, ValueError):
         kept = json.loads(folder.measured.read_text(encoding="utf-8"))
-        if kept["under"] == under:
+        if kept["under"] == under and all(_digest(Path(file)) == code for file, code in kept["code"].items()):
             return dict(kept["states"])
     return None

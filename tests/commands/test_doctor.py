@@ -60,11 +60,13 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
 STATEFUL = """
 import random
 
+from helper import LETTER
+
 class Counting:
     def __init__(self): self.calls = 0
     def __call__(self, prompts, responses):
         self.calls += 1
-        return [self.calls % 3 + response.count("a") + random.random() for response in responses]
+        return [self.calls % 3 + response.count(LETTER) + random.random() for response in responses]
     def state_dict(self): return {"calls": self.calls}
     def load_state_dict(self, state): self.calls = state["calls"]
 """
@@ -74,6 +76,7 @@ def test_train_takes_over_what_the_doctor_measured_and_makes_the_same_run(
     doctor: Doctor, rlhf_kl: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "counting.py").write_text(STATEFUL)
+    (tmp_path / "helper.py").write_text("LETTER = 'a'\n")
     changes = sets(f"reward.kind={tmp_path / 'counting.py'}:Counting", "ppo.total_episodes=32")
     doctor(*changes[1::2])
 
@@ -88,6 +91,9 @@ def test_train_takes_over_what_the_doctor_measured_and_makes_the_same_run(
     assert not takes_over("plain")
     assert rows(tmp_path / "run") == rows(tmp_path / "plain")
     assert not takes_over("run", "--seed", "7", "--overwrite")
+    doctor(*changes[1::2], f"run.output_dir={tmp_path / 'edited'}")
+    (tmp_path / "helper.py").write_text("LETTER = 'b'\n")
+    assert not takes_over("edited")
 
 
 def test_a_controller_that_cannot_move_and_a_gradient_that_is_none(doctor: Doctor) -> None:
