@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_kl.ops.logprobs import TokenStats, chosen_logprobs, compare_distributions, logprobs_and_kl
 
-LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device,
-PER_PARAMETER = 0.5  # and for each parameter of the model: half the memory of its float32 weights
+LOGIT_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # float32 logits in one chunk, by device; a CPU has more
+PER_PARAMETER = 0.5  # for each parameter of the model, up to what a GPU has: half the memory of its float32 weights
 
 
 class Head(NamedTuple):
@@ -28,8 +28,8 @@ class Head(NamedTuple):
 
     def chunk(self, device: torch.device) -> int:
         """Tokens whose logits may exist at once. In one chunk nothing is computed again for the backward pass."""
-        elements = max(LOGIT_ELEMENTS.get(device.type, LOGIT_ELEMENTS["cpu"]), int(PER_PARAMETER * self.parameters))
-        return max(1, elements // self.vocabulary)
+        least, most = LOGIT_ELEMENTS.get(device.type, LOGIT_ELEMENTS["cpu"]), max(LOGIT_ELEMENTS.values())
+        return max(1, max(least, min(most, int(PER_PARAMETER * self.parameters))) // self.vocabulary)
 
     def of_logits(self) -> Head:
         """The head of states that are logits already."""

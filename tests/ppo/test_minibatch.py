@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.ops.head import Head
 from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer, Update
 from rlhf_kl.types import RolloutBatch
@@ -181,6 +182,20 @@ def test_products_with_the_head_for_each_token_of_an_update(
     trainer.model.policy.module.lm_head.register_full_backward_hook(count(2.0))
     tokens = int(trainer.update(1).rollout.mask.sum())
     assert sum(rows) / tokens == pytest.approx(products, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("device", "parameters", "elements"),
+    [
+        ("cpu", 10**6, 1 << 25),
+        ("cpu", 270_000_000, 135_000_000),
+        ("cpu", 7 * 10**9, 1 << 28),
+        ("cuda", 7 * 10**9, 1 << 28),
+    ],
+)
+def test_a_chunk_grows_with_the_model_up_to_a_limit(device: str, parameters: int, elements: int) -> None:
+    head = Head(lambda hidden: hidden, 1000, parameters)
+    assert head.chunk(torch.device(device)) == elements // 1000
 
 
 def test_responses_to_a_prompt_stay_in_one_minibatch(make_trainer: Make) -> None:
