@@ -41,6 +41,8 @@ def model_on_hub(ref: str, *, pickled: bool = False) -> HubName | None:
             return None
         raise InputError(f"{ref}: is a file, not the folder of a model, and no {GGUF} file")
     if not folder.is_dir():
+        if folder.suffix == GGUF:
+            raise no_such_file(ref)
         if hub is None or hub.subset is not None or ref.startswith("."):
             raise InputError(f"neither a folder nor a hub id (owner/name, owner/name@revision): {no_such_file(ref)}")
         return hub

@@ -58,14 +58,14 @@ def _convert(ref: str, file: Path, place: Path) -> None:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
             tokenizer = AutoTokenizer.from_pretrained(**where)
             read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        if hasattr(read.config, "quantization_config"):
+            del read.config.quantization_config  # the weights are whole again
+        model = type(read)(read.config)  # without the reader's hooks, which would refuse to save
+        model.load_state_dict(read.state_dict())
     except Exception as error:  # of the reader, which raises many types for files that it does not know
         if memory_is_full(error):
             raise
         raise InputError(f"{ref}: cannot be read: {first_line(error)}") from error
-    if hasattr(read.config, "quantization_config"):
-        del read.config.quantization_config  # the weights are whole again
-    model = type(read)(read.config)  # without the reader's hooks, which would refuse to save
-    model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.generation_config = read.generation_config
     save_model(model, tokenizer, place)
