@@ -13,7 +13,8 @@ from rlhf_kl.config.schema.base import refuse
 from rlhf_kl.config.schema.kl import builtin_law
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.hub import model_folder, model_on_hub
-from rlhf_kl.kl_controllers import BOUNDS, KLController, build_controller, law_options
+from rlhf_kl.kl_controllers import BOUNDS, KLController, build_controller
+from rlhf_kl.kl_controllers.base import ForeignKL, fits_call, law_options, names_of_options
 from rlhf_kl.plugins import (
     checked_options,
     is_reference,
@@ -23,6 +24,7 @@ from rlhf_kl.plugins import (
     takes,
     users_code,
 )
+from rlhf_kl.ui import log
 
 REWARD_PROVIDED = {"prompts", "responses"}
 TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -135,14 +137,13 @@ def controller_class(kind: str) -> type:
 def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
     """The class of a controller, and its arguments. Errors: InputError with every problem."""
     law = controller_class(kind)
+    called = names_of_options(law)
+    options = {called.get(key, key): value for key, value in options.items()}
     written = {key: value for key, value in options.items() if takes(law, key) or key not in BOUNDS}
     arguments, problems = law_options(law, written, "kl.controller")
-    try:
-        inspect.signature(getattr(law, "update", None)).bind(None, 0.1, 64)  # type: ignore[arg-type]
-    except TypeError:
+    update = getattr(law, "update", None)
+    if not any(fits_call(update, None, *arguments) for arguments in ((0.1, 64), (0.1,))):
         problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a law needs that and coef")
-    except ValueError:  # written in C
-        pass
     refuse(*problems)
     return law, dict(options) | arguments
 
@@ -151,7 +152,10 @@ def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLCo
     """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
     law, arguments = load_controller(kind, options)
     with users_code(f"kl.controller: {law.__name__} cannot be created:"):
-        return build_controller(law, arguments, **sizes)
+        control = build_controller(law, arguments, **sizes)
+    if isinstance(control, ForeignKL) and (words := control.own_names()):
+        log.warning(f"kl.controller: {law.__name__}: {words}. Their usual names are coef, target, update(kl, episodes)")
+    return control
 
 
 def configured_controller(config: TrainConfig, coef: float) -> KLController:

@@ -15,6 +15,7 @@ from rlhf_kl.kl_controllers.base import (
     as_controller,
     clip,
     law_options,
+    names_of_options,
     resolve_bounds,
 )
 from rlhf_kl.kl_controllers.laws import PIDKL, DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
@@ -52,7 +53,7 @@ def build_controller(
 ) -> KLController:
     """The controller `kind(**options)`, ready for a run.
 
-    kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`.
+    kind: a built-in's name, or any class with `coef` and `update(kl, episodes)`, or their other usual names.
     options: those of the user. A `coef` among them is the starting beta and must lie inside the bounds,
     `min_coef` and `max_coef`, which hold for every class, also for one that does not take them.
     The other arguments are passed on if the class takes them and the options do not set them; None = not known.
@@ -71,7 +72,8 @@ def build_controller(
 
     low, high = bound("min_coef"), bound("max_coef")
     start = clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
-    lowest, highest = (factor * options.get("coef", start) for factor in COEF_SPAN)
+    called = {name: name for name in CONTROLLER_PROVIDED} | names_of_options(cls)
+    lowest, highest = (factor * options.get(called["coef"], start) for factor in COEF_SPAN)
     known = {
         "target": target, "coef": start, "total_episodes": total_episodes, "batch_size": batch_size,
         "min_coef": lowest if low is None else low, "max_coef": highest if high is None else high,
@@ -80,9 +82,9 @@ def build_controller(
     def takes(name: str) -> bool:
         return name in parameters or (takes_any and name not in BOUNDS)
 
-    arguments = {name: value for name, value in known.items() if value is not None and takes(name)}
+    arguments = {called[name]: value for name, value in known.items() if value is not None and takes(called[name])}
     arguments |= {name: value for name, value in options.items() if name not in BOUNDS or takes(name)}
-    return as_controller(cls(**arguments), low, high, None if "coef" in options else coef)
+    return as_controller(cls(**arguments), low, high, None if called["coef"] in options else coef)
 
 
 def stored_name(kind: str) -> str:

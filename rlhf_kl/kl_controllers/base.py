@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import math
 from collections import deque
@@ -19,6 +20,9 @@ from rlhf_kl.plugins import checked_options, parameters_of, users_code
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
 # Options that the program sets if a class takes them and the user does not set them.
 CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
+# Names that a class of the user's may have instead, as in tutorials, lm-human-preferences and verl.
+OTHER_OPTIONS = {"init_kl_coef": "coef", "kl_coef": "coef", "target_kl": "target"}
+COEF_NAMES, TARGET_NAMES = ("coef", "kl_coef", "value"), ("target", "target_kl")  # of attributes
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
@@ -245,33 +249,66 @@ class KLController:
 
 def law_options(law: type, written: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """`checked_options` of a law, with the problems of options that do not fit together."""
-    arguments, problems = checked_options(law, written, where, provided=CONTROLLER_PROVIDED)
+    provided = CONTROLLER_PROVIDED | {*names_of_options(law).values()}
+    arguments, problems = checked_options(law, written, where, provided=provided)
     if not problems and issubclass(law, KLController):
         defaults = {option.name: option.default for option in fields(law)}
         problems = [f"{where}: {line}" for line in law.conflicts(defaults | arguments)]
     return arguments, problems
 
 
+def names_of_options(law: Any) -> dict[str, str]:
+    """The `OTHER_OPTIONS` that a class takes, by the standard names that it does not take."""
+    taken = [p.name for p in parameters_of(law) or ()]
+    return {OTHER_OPTIONS[name]: name for name in taken if OTHER_OPTIONS.get(name, name) not in taken}
+
+
+def fits_call(function: Any, *arguments: Any) -> bool:
+    """Whether a function may be called so; one without a signature, written in C, may."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
+
+
 class ForeignKL(KLController):
-    """A controller around an object that is none: its `coef` and `update`, and what else of the law it has."""
+    """A controller around an object that is none: its `coef` and `update`, and what else of the law it has.
+
+    They may have the names of `COEF_NAMES` and `TARGET_NAMES`, and `update` may take the KL alone.
+    """
 
     def __init__(self, law: Any) -> None:
-        if not hasattr(law, "coef") or not callable(getattr(law, "update", None)):
+        self.law, self.coef_name = law, next((name for name in COEF_NAMES if hasattr(law, name)), "")
+        if not self.coef_name or not callable(getattr(law, "update", None)):
             raise ValueError(f"{type(law).__name__} needs `coef` and `update(kl, episodes)`")
-        self.law = law
         parts = ("update", "observe_update", "observe_rate", "scale", "state_dict", "load_state_dict")
-        for name in (*parts, "adjusts", "target", "min_coef", "max_coef"):
+        for name in (*parts, "adjusts", "min_coef", "max_coef"):
             if hasattr(law, name):
                 setattr(self, name, getattr(law, name))
+        for name in TARGET_NAMES:
+            self.target = getattr(law, name, getattr(self, "target", None))
+        self.alone = not fits_call(law.update, 0.1, 64)
+        if self.alone:
+            self.update = lambda kl, _: law.update(kl)  # type: ignore[method-assign, assignment]
+
+    def own_names(self) -> str:
+        """What is taken for the standard names, in words; empty where it has these."""
+        named = {own: usual for usual, own in names_of_options(type(self.law)).items()}
+        named |= {self.coef_name: "beta"} if self.coef_name != "coef" else {}
+        words = [f"{own} is taken for {usual}" for own, usual in named.items()]
+        return ", ".join(words + ["update gets the KL alone"] * self.alone)
 
     @property
     def coef(self) -> float:
-        return self.law.coef  # type: ignore[no-any-return]
+        return getattr(self.law, self.coef_name)  # type: ignore[no-any-return]
 
     @coef.setter
     def coef(self, coef: float) -> None:
         with contextlib.suppress(AttributeError):  # it may be a read-only property
-            self.law.coef = coef
+            setattr(self.law, self.coef_name, coef)
 
     def state_dict(self) -> dict[str, Any]:
         return saved_attributes(self.law)

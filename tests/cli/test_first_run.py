@@ -30,12 +30,11 @@ def column(prompts, responses, answr):
     return [1.0] * len(responses)
 
 
-class TutorialKL:
-    def __init__(self, init_kl_coef=0.1):
-        self.kl_coef = init_kl_coef
+class BlindKL:
+    coef = 0.1
 
-    def update(self, observed_kl):
-        return self.kl_coef
+    def update(self):
+        return self.coef
 """
 WORLD = "{kind: model, model: builtin:reviews-small}"  # its reward model takes a minute to build
 FILES = {
@@ -125,7 +124,7 @@ MISTAKES = [
     (TRAIN + "data.column=promt", "prompts.jsonl: row 1", "'promt'", "did you mean prompt?"),
     (TRAIN + "reward.kind=mine.py:column", "reward", "'answr'", "did you mean answer?"),
     (TRAIN + "reward.kind=mine.py:raises", "reward", r"RuntimeError: \x1b[2Jthe server", "(mine.py:13)"),
-    (TRAIN + "kl.controller.kind=mine.py:TutorialKL", "controller.kind", "update(kl, episodes)", "needs that and coef"),
+    (TRAIN + "kl.controller.kind=mine.py:BlindKL", "controller.kind", "update(kl, episodes)", "needs that and coef"),
     (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
     ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
     ("config validate tab.yaml", "tab.yaml:2:1", r"'\t'", "indent with spaces"),

@@ -29,6 +29,18 @@ class Law:
         if self.key: raise KeyError(f"at {self.key}")
         self.coef *= 100
 
+class Thermostat:  # with the names of tutorials
+    def __init__(self, init_kl_coef=0.1, target_kl=0.02):
+        self.kl_coef, self.target_kl = init_kl_coef, target_kl
+    def update(self, observed_kl):
+        if observed_kl > 1.5 * self.target_kl: self.kl_coef *= 1.5
+        elif observed_kl < 0.5 * self.target_kl: self.kl_coef /= 1.5
+        return self.kl_coef
+
+class Verl:
+    def __init__(self, init_kl_coef, target_kl): self.value = init_kl_coef
+    def update(self, current_kl, n_steps): self.value *= 2
+
 def brevity(prompts: list[str], responses: list[str], words: int = 12, *, slope: float) -> list[float]:
     raise AssertionError("never called just to check it")
 
@@ -132,6 +144,26 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
         for _ in range(3):
             law.step(0.1, 64)
         assert law.beta == pytest.approx(bounds[1])
+
+
+def test_a_class_with_the_names_of_a_tutorial_is_a_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    law = controller(0.1, kind="mine.py:Thermostat")  # the value of `auto`
+    assert "init_kl_coef is taken for coef, target_kl is taken for target, kl_coef is taken for beta" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    betas = []
+    for kl in (0.2, 0.2, 0.4, 0.4, 0.2, 0.2):  # by hand: the target is that of the config, 0.2
+        law.step(kl, 64)
+        betas.append(law.beta)
+    assert betas == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225])
+    again = controller(kind="mine.py:Thermostat", coef=0.7)
+    assert again.beta == controller(kind="mine.py:Thermostat", init_kl_coef=0.7).beta == 0.7
+    again.restore(law.save())
+    assert (again.beta, again.state_dict()) == (law.beta, {"kl_coef": law.beta, "target_kl": 0.2})
+    verl = controller(0.1, kind="mine.py:Verl", max_coef=0.3)
+    for _ in range(3):
+        verl.step(0.2, 64)
+    assert verl.beta == 0.3
 
 
 def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
