@@ -26,10 +26,15 @@ class Head(NamedTuple):
     vocabulary: int
     parameters: int = 0  # of the model
 
-    def chunk(self, device: torch.device) -> int:
-        """Tokens whose logits may exist at once. In one chunk nothing is computed again for the backward pass."""
+    def chunk(self, device: torch.device, *, grows: bool = True) -> int:
+        """Tokens whose logits may exist at once.
+
+        `grows`: with the model. In one chunk nothing is computed again for the backward pass; without one, smaller
+        chunks cost nothing.
+        """
         least, most = LOGIT_ELEMENTS.get(device.type, LOGIT_ELEMENTS["cpu"]), max(LOGIT_ELEMENTS.values())
-        return max(1, max(least, min(most, int(PER_PARAMETER * self.parameters))) // self.vocabulary)
+        elements = max(least, min(most, int(PER_PARAMETER * self.parameters))) if grows else least
+        return max(1, elements // self.vocabulary)
 
     def of_logits(self) -> Head:
         """The head of states that are logits already."""
@@ -44,7 +49,7 @@ def in_chunks(
     def piece(hidden: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
         return function(head.logits(hidden), *columns)
 
-    size = head.chunk(hidden.device)
+    size = head.chunk(hidden.device, grows=torch.is_grad_enabled())
     if len(hidden) <= size:
         return piece(hidden, *columns)
     pieces = zip(*(x.split(size) for x in (hidden, *columns)), strict=True)
