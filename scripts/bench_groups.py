@@ -77,7 +77,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"seeds": [0, 1], "batch": 32, "updates": 12, "learning_rate": 1e-6, "betas": ["rloo=0.1", "grpo=0.1"]},
     **dict.fromkeys(
         TODAY,
-        {"seeds": [0], "batch": 16, "updates": 8, "max_new_tokens": 24, "learning_rate": 1e-6}
+        {"seeds": [0], "batch": 16, "updates": 12, "max_new_tokens": 24, "learning_rate": 1e-6}
         | {"betas": ["rloo=0.1"], "sides": ["rloo", "TRL rloo"]},
     ),
     # As the last release of TRL's PPO was compared: one optimizer step in each of two passes.
@@ -97,6 +97,7 @@ class Run(NamedTuple):
 
     start: float  # seconds of the command before the first update
     seconds: list[float]  # of the command, at the end of each update
+    total: float  # of the whole command
     scores: list[float]  # of the reward model, less 1 where the text was cut off
     kl: float  # per token, over the last fifth
     spent: list[float]  # seconds of an update and of its PHASES: medians without the first two
@@ -119,7 +120,7 @@ def our_run(args: argparse.Namespace, side: str, seed: int) -> Run:
     """A run of `rlhf-kl train` in a process of its own."""
     folder = args.folder / f"{side.replace(' ', '-')}-s{seed}"
     advantage, _, value = side.partition(" ")
-    start = folder.with_suffix(".start")  # seconds of the command before those that the run counts
+    start = folder.with_suffix(".start")  # seconds of the command before those that the run counts, and all
     if not (folder / "summary.json").exists():
         config, held_out = args.folder / "base.yaml", args.folder / "held_out.jsonl"
         config.write_text(SETTINGS, encoding="utf-8")
@@ -144,12 +145,13 @@ def our_run(args: argparse.Namespace, side: str, seed: int) -> Run:
         run_alone([*command, "--output-dir", str(folder), *words])
         file = folder / "summary.json"  # written at the run's end
         counted = json.loads(file.read_text(encoding="utf-8"))["seconds"]
-        start.write_text(f"{file.stat().st_mtime - counted - began}\n", encoding="utf-8")
-    loading = float(start.read_text(encoding="utf-8"))
+        start.write_text(f"{file.stat().st_mtime - counted - began} {time.time() - began}\n", encoding="utf-8")
+    loading, total = map(float, start.read_text(encoding="utf-8").split())
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "time/step_s" in row]
     return Run(
         loading + rows[0]["time/elapsed_s"] - rows[0]["time/step_s"],
         [loading + row["time/elapsed_s"] for row in rows],
+        total,
         [row["objective/scores"] - 1 + row["rollout/eos_rate"] for row in rows],
         fmean(row["kl/k3"] for row in rows[-len(rows) // 5 :]),
         [median(row[f"time/{name}_s"] for row in rows[2:]) for name in ("step", "rollout", "score", "update")],
@@ -166,12 +168,14 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
         script = str(ROOT / "scripts" / "peer_trl.py")
         began = time.time()
         found = json.loads(run_alone([args.peer_python, script, options], env=environment).splitlines()[-1])
-        file.write_text(json.dumps(found | {"start": found["curve"][0]["began"] - began}), encoding="utf-8")
+        found |= {"start": found["curve"][0]["began"] - began, "total": time.time() - began}
+        file.write_text(json.dumps(found), encoding="utf-8")
     found = json.loads(file.read_text(encoding="utf-8"))
     curve = found["curve"]
     return Run(
         found["start"],
         [found["start"] + point["seconds"] for point in curve],
+        found["total"],
         [point["score"] for point in curve],
         fmean(point["kl"] for point in curve[-len(curve) // 5 :]),
         [found[f"{name}_s"] for name in ("update", *PHASES)],
@@ -215,6 +219,7 @@ def summary(found: Sequence[Run], score: float | None) -> dict[str, Any]:
         return {"mean": fmean(every)} | ({"sd": stdev(every)} if len(every) > 1 else {})
 
     known = {"update_s": median(run.spent[0] for run in found), "start_s": median(run.start for run in found)}
+    known |= {"first_row_s": median(run.seconds[0] for run in found), "all_s": median(run.total for run in found)}
     if score is not None:
         known["seconds_to_the_score"] = median(run.seconds_to(score) for run in found)
     means = {name: over_seeds(getattr(run, name) for run in found) for name in ("score", "kl", "memory_mb")}
@@ -230,12 +235,13 @@ def spread(values: Iterable[float], places: int) -> str:
 
 def table(runs: dict[str, list[Run]], score: float | None) -> str:
     """One row for each side: mean (standard deviation) over the seeds, of the seconds the median over all of them."""
-    head = ["", "seconds an update", *PHASES, "memory, MB", "KL"]
+    head = ["", "seconds an update", *PHASES, "from the command to the first row", "to the end", "memory, MB", "KL"]
     if score is not None:
         head += ["score", f"median seconds to {score:g}", "before the first update", "reached"]
     rows = []
     for side, found in runs.items():
         row = [side, *(f"{median(each):.3g}" for each in zip(*(run.spent for run in found), strict=True))]
+        row += [f"{median(run.seconds[0] for run in found):.1f}", f"{median(run.total for run in found):.1f}"]
         row += [spread((run.memory_mb for run in found), 0), spread((run.kl for run in found), 3)]
         if score is not None:
             times = [run.seconds_to(score) for run in found]

@@ -109,6 +109,7 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
     "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 10
     "sweep_target": comparison("score and true score by KL target", "sweep_target.yaml"),  # 15
+    "smollm2": comparison("a real model at three targets, two rewards", "sweep_smollm2.yaml"),  # 60; `make smollm2`
     "advantages": comparison("gae, rloo and grpo at three targets", "compare_advantages.yaml"),  # 20
     "forgetting": Measurement(
         "forgetting beside the KL", ["scripts/forgetting.py", "FOLDER"], "forgetting.json"
@@ -127,6 +128,9 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "speed": speed("seconds beside TRL's RLOO", "--sides", "gae", "rloo", "TRL rloo", "--betas", "rloo=0.24"),
     "speed_llama": speed("the same with a Llama of 43M", "--model", "llama", *ONE_PAIR),  # 2
     "speed_llama_bfloat16": speed("the same in bfloat16", "--model", "llama", "--dtype", "bfloat16", *ONE_PAIR),  # 2
+    "speed_smollm2": speed("the same with SmolLM2-135M's shape", "--model", "smollm2"),  # 8
+    "speed_gemma3": speed("the same with Gemma 3 270M's shape", "--model", "gemma3", "--updates", "8"),  # 10
+    "speed_qwen": speed("the same with Qwen2.5-0.5B's width and words, two layers", "--model", "qwen"),  # 5
     "speed_gpt2": speed(  # 4; needs `make .venv-trl-1.12/.ready TRL=1.12`
         *("GPT-2 small's shape beside TRL's PPO", "--model", "gpt2", "--updates", "5"),
         *("--peer-python", ".venv-trl-1.12/bin/python"),
