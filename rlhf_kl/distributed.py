@@ -30,6 +30,7 @@ OLDEST_TORCH = (2, 8)  # its FSDP2 has `set_reshard_after_forward`
 PATIENCE = timedelta(days=365)  # with scores: only `reward.time_limit` ends them
 
 
+BUCKET = 1 << 23  # numbers of the gradients that travel together: one message costs more than many numbers
 NamedTensors = Iterable[tuple[str, Tensor]]
 Rows = TypeVar("Rows", bound=Sequence[Any] | Tensor)
 
@@ -61,6 +62,10 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over all ranks, on the CPU."""
         return x.detach().cpu()
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, of one shape, on the CPU: (count, *shape)."""
+        return x.detach().cpu().unsqueeze(0)
 
     def run(self, work: Callable[[], T], *, scores: bool = False) -> T:
         """What `work()` returns; if it fails on one rank, all raise. `scores`: it may call a reward, see `all`.
@@ -143,6 +148,12 @@ class Group(Ranks):
         dist.all_reduce(total, group=self.control)
         return total
 
+    def gather(self, x: Tensor) -> Tensor:
+        x = x.detach().cpu()
+        parts = [torch.empty_like(x) for _ in range(self.count)]
+        dist.all_gather(parts, x, group=self.control)
+        return torch.stack(parts)
+
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             if is_sharded(parameter) and parameter.grad is not None:
@@ -151,13 +162,18 @@ class Group(Ranks):
         if not learning:
             return
         # Beside the gradients go flags: which are there. An expert that no token of a rank used has none.
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in learning]
-        transfers = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
-        flags = self.sum(torch.tensor([float(p.grad is not None) for p in learning]))
-        for transfer in transfers:
+        flags = iter(self.sum(torch.tensor([float(p.grad is not None) for p in learning])).tolist())
+        transfers = []
+        for bucket in buckets(learning, BUCKET):
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            joined = torch.cat([part.flatten() for part in parts])
+            for parameter in bucket:
+                parameter.grad = None  # its memory is that of the next bucket
+            transfers.append((bucket, joined, dist.all_reduce(joined, async_op=True)))
+        for bucket, joined, transfer in transfers:
             transfer.wait()
-        for parameter, gradient, present in zip(learning, gradients, flags.tolist(), strict=True):
-            parameter.grad = gradient if present else None
+            for parameter, gradient in zip(bucket, joined.split([p.numel() for p in bucket]), strict=True):
+                parameter.grad = gradient.view_as(parameter) if next(flags) else None
 
     def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
         if not any(map(is_sharded, parameters)):
@@ -257,6 +273,19 @@ def _forget_passes(part: Any) -> None:
     for passes in (getattr(group, "_post_forward_indices", None), order):
         if passes is not None:
             passes.clear()
+
+
+def buckets(tensors: Iterable[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+    """Neighbours of one type, together of at most so many numbers; a larger tensor stays alone."""
+    found: list[list[nn.Parameter]] = []
+    room = 0
+    for tensor in tensors:
+        if not found or tensor.numel() > room or tensor.dtype != found[-1][-1].dtype:
+            found.append([])
+            room = most
+        found[-1].append(tensor)
+        room -= tensor.numel()
+    return found
 
 
 def is_sharded(tensor: Tensor) -> bool:

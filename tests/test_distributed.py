@@ -51,6 +51,7 @@ def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPa
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(distributed.dist, "all_reduce", doubled)
+    monkeypatch.setattr(distributed, "BUCKET", 8)
     frozen = nn.Parameter(torch.ones(1000), requires_grad=False)
     learned, more, unused = (nn.Parameter(torch.ones(size)) for size in (5, 3, 4))
     learned.grad, more.grad = torch.full((5,), 3.0), torch.full((3,), 0.5)
@@ -61,7 +62,7 @@ def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPa
     assert torch.equal(more.grad, torch.ones(3))
     assert unused.grad is None
     assert frozen.grad is None
-    assert travelled == [5, 3, 4, 3]  # and three flags
+    assert travelled == [3, 5 + 3, 4]  # three flags, and what fits into a bucket of eight
 
 
 class Tied(nn.Module):

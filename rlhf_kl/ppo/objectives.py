@@ -124,11 +124,10 @@ class Loss:
         """Its five figures without gradients, in float64: (5,) in their order."""
         return torch.stack([float64(getattr(self, column.name).detach()) for column in fields(self)])
 
-    @classmethod
-    def of_passes(cls, passes: Sequence[Tensor]) -> Loss:
-        """That of all passes, in numbers, from what `detached` gives; read from the device at once."""
-        policy, value, approx_kl, clipped, _ = sum(passes, torch.zeros_like(passes[0])).tolist()
-        return cls(policy, value, approx_kl, clipped, float(torch.stack(list(passes))[:, -1].max()))
+    @staticmethod
+    def joined(parts: Tensor) -> Tensor:
+        """(n, 5) figures of passes, or of processes, as `detached` gives them, to those of all: (5,)."""
+        return torch.cat([parts[:, :-1].sum(0), parts[:, -1:].amax(0)])
 
     @classmethod
     def total(cls, parts: Sequence[Loss]) -> Loss:

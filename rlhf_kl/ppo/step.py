@@ -173,7 +173,8 @@ class PPOTrainer:
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
                 ((self.config.ppo.vf_coef * loss.value + loss.policy) / weight).backward()
             passes.append(loss.detached())
-        return Loss.total(self.ranks.all(Loss.of_passes(passes)))
+        mine = Loss.joined(torch.stack(passes))
+        return Loss(*Loss.joined(self.ranks.gather(mine)).tolist())
 
     def loss(self, x: Tokens, rows: Packed) -> Loss:
         """One forward pass: the loss summed over its tokens."""
