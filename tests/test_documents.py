@@ -133,6 +133,8 @@ def run(words: list[str], rlhf_kl: Any) -> str:
         done = subprocess.run(["make", "-n", *rest], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         return done.stderr if done.returncode else ""
     assert program == "rlhf-kl", f"{words}: neither run here nor marked"
+    if "--updates" in rest:  # fewer, by `cut`
+        del rest[rest.index("--updates") : rest.index("--updates") + 2]
     if rest[0] in ("train", "compare", "doctor"):
         rest += cut(rest)
     outcome = rlhf_kl(*rest)

@@ -15,8 +15,8 @@ from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.program import shell_command
 
 PAGES = (
-    *("kl", "questions", "lab", "models_and_data", "rewards_and_controllers", "running", "metrics"),
-    *("coming_from", "measurements", "config_reference", "changes"),
+    *("tutorial", "kl", "questions", "lab", "models_and_data", "rewards_and_controllers", "running", "metrics"),
+    *("coming_from", "measurements", "agent", "config_reference", "changes"),
 )
 FOLDER = Path(rlhf_kl.__file__).parent / "guide"
 WIDTH = 100  # most columns of a page: longer lines are hard to read

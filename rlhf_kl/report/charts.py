@@ -181,7 +181,8 @@ def _frontier(comparison: Comparison) -> Chart | None:
     caption = "Each point is the end of one run."
     if tilt := _tilt(reference):
         lines.append(Line("upper limit", "ink", [math.sqrt(kl) for _, kl, _ in tilt], [gain for *_, gain in tilt]))
-        caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta))."
+        caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta));"
+        caption += " it ends where these samples can tell no more."
     if best := reference.get("best_of_n"):
         x, y = [math.sqrt(point["kl_bound"]) for point in best], [point["gain"] for point in best]
         lines.append(Line("best of n", "muted", x, y, dash=DASHES[1], marker="."))
