@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,15 @@ from rlhf_kl.config.schema.kl import builtin_law
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.hub import model_folder, model_on_hub
 from rlhf_kl.kl_controllers import BOUNDS, KLController, build_controller
-from rlhf_kl.kl_controllers.base import ForeignKL, fits_call, law_options, names_of_options
+from rlhf_kl.kl_controllers.base import (
+    COEF_NAMES,
+    ForeignKL,
+    fits_call,
+    law_options,
+    names_of_options,
+    options_of,
+    own_names,
+)
 from rlhf_kl.plugins import (
     checked_options,
     is_reference,
@@ -26,6 +35,7 @@ from rlhf_kl.plugins import (
 )
 from rlhf_kl.ui import log
 
+OF_A_LAW = ("__init__", "update")
 REWARD_PROVIDED = {"prompts", "responses"}
 TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
@@ -76,8 +86,28 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 
 def plugin_notes(config: AnyConfig) -> list[str]:
-    """Variables in options that are not set here; the commands that use the plugins refuse that."""
-    return [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
+    """Variables in options that are not set here (who uses the plugins refuses that), and names of a controller."""
+    notes = [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
+    return notes + [note for plugin in plugins_of(config) if (note := names_in_source(plugin))]
+
+
+def names_in_source(plugin: NamedPlugin) -> str:
+    """`own_names` of a controller's class by the source of its file, which is not run; empty where it has no such."""
+    file, name = reference_file(plugin.ref, [Path.cwd()]), plugin.ref.rpartition(":")[2]
+    if plugin.key != "kl.controller.kind" or file is None:
+        return ""
+    try:
+        nodes = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    for law in [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name]:
+        methods = {node.name: node.args for node in law.body if isinstance(node, ast.FunctionDef)}
+        options, update = ([arg.arg for arg in methods[key].args] if key in methods else [] for key in OF_A_LAW)
+        written = {node.attr for node in ast.walk(law) if isinstance(node, ast.Attribute)}
+        coef = next((attribute for attribute in COEF_NAMES if attribute in written), "coef")
+        words = own_names(options, coef, alone=len(update) == 2)
+        return f"kl.controller: {name}: {words}" if words else ""
+    return ""
 
 
 def check_named(config: AnyConfig, *, download: bool = False) -> None:
@@ -137,7 +167,7 @@ def controller_class(kind: str) -> type:
 def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
     """The class of a controller, and its arguments. Errors: InputError with every problem."""
     law = controller_class(kind)
-    called = names_of_options(law)
+    called = names_of_options(options_of(law))
     options = {called.get(key, key): value for key, value in options.items()}
     written = {key: value for key, value in options.items() if takes(law, key) or key not in BOUNDS}
     arguments, problems = law_options(law, written, "kl.controller")
@@ -154,7 +184,7 @@ def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLCo
     with users_code(f"kl.controller: {law.__name__} cannot be created:"):
         control = build_controller(law, arguments, **sizes)
     if isinstance(control, ForeignKL) and (words := control.own_names()):
-        log.warning(f"kl.controller: {law.__name__}: {words}. Their usual names are coef, target, update(kl, episodes)")
+        log.warning(f"kl.controller: {law.__name__}: {words}")
     return control
 
 

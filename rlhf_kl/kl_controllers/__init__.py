@@ -72,7 +72,7 @@ def build_controller(
 
     low, high = bound("min_coef"), bound("max_coef")
     start = clip(coef, -math.inf if low is None else low, math.inf if high is None else high)
-    called = {name: name for name in CONTROLLER_PROVIDED} | names_of_options(cls)
+    called = {name: name for name in CONTROLLER_PROVIDED} | names_of_options(list(parameters))
     lowest, highest = (factor * options.get(called["coef"], start) for factor in COEF_SPAN)
     known = {
         "target": target, "coef": start, "total_episodes": total_episodes, "batch_size": batch_size,

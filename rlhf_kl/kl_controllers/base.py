@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, TypeAlias
 
@@ -249,7 +249,7 @@ class KLController:
 
 def law_options(law: type, written: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """`checked_options` of a law, with the problems of options that do not fit together."""
-    provided = CONTROLLER_PROVIDED | {*names_of_options(law).values()}
+    provided = CONTROLLER_PROVIDED | {*names_of_options(options_of(law)).values()}
     arguments, problems = checked_options(law, written, where, provided=provided)
     if not problems and issubclass(law, KLController):
         defaults = {option.name: option.default for option in fields(law)}
@@ -257,10 +257,26 @@ def law_options(law: type, written: Mapping[str, Any], where: str) -> tuple[dict
     return arguments, problems
 
 
-def names_of_options(law: Any) -> dict[str, str]:
-    """The `OTHER_OPTIONS` that a class takes, by the standard names that it does not take."""
-    taken = [p.name for p in parameters_of(law) or ()]
+def names_of_options(taken: Collection[str]) -> dict[str, str]:
+    """Of the names of a class's options the `OTHER_OPTIONS`, by the standard names that are not among them."""
     return {OTHER_OPTIONS[name]: name for name in taken if OTHER_OPTIONS.get(name, name) not in taken}
+
+
+def options_of(law: Any) -> list[str]:
+    """The names of a class's options."""
+    return [parameter.name for parameter in parameters_of(law) or ()]
+
+
+def own_names(taken: Collection[str], coef_name: str, *, alone: bool) -> str:
+    """What is taken for the standard names, in words; empty where a class has these.
+
+    `coef_name`: of its attribute. `alone`: its `update` takes the KL alone.
+    """
+    named = {own: usual for usual, own in names_of_options(taken).items()}
+    named |= {coef_name: "beta"} if coef_name != "coef" else {}
+    words = [f"{own} is taken for {usual}" for own, usual in named.items()]
+    words += ["update gets the KL alone"] * alone
+    return f"{', '.join(words)}. Their usual names are coef, target, update(kl, episodes)" if words else ""
 
 
 def fits_call(function: Any, *arguments: Any) -> bool:
@@ -296,10 +312,7 @@ class ForeignKL(KLController):
 
     def own_names(self) -> str:
         """What is taken for the standard names, in words; empty where it has these."""
-        named = {own: usual for usual, own in names_of_options(type(self.law)).items()}
-        named |= {self.coef_name: "beta"} if self.coef_name != "coef" else {}
-        words = [f"{own} is taken for {usual}" for own, usual in named.items()]
-        return ", ".join(words + ["update gets the KL alone"] * self.alone)
+        return own_names(options_of(type(self.law)), self.coef_name, alone=self.alone)
 
     @property
     def coef(self) -> float:

@@ -50,6 +50,7 @@ UPDATE = "update"
 LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
 MOST_POINTS = 400  # of a line; a longer line is drawn as means of segments
 FEW_POINTS = 12  # a line with fewer points has marks
+APART = 1.4  # factor between two values on a logarithmic axis from which both have room for a label
 SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
 PNG_WIDTH, PNG_DPI, PNG_TYPE = 6.4, 125, 11.5  # inches
 LEGEND_COLUMNS = 3
@@ -201,6 +202,9 @@ def _draw(chart: Chart, axes: Axes) -> int:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
     for name in chart.log:
         _plain_log_ticks(axes.xaxis if name == "x" else axes.yaxis)
+    settings = sorted({x for line in chart.lines for x in line.x if line.marker})
+    if "x" in chart.log and 1 < len(settings) < FEW_POINTS and min(b / a for a, b in pairwise(settings)) > APART:
+        axes.set_xticks(settings)  # each value that was tried
     names = len(axes.get_legend_handles_labels()[1])
     if names < 2:  # the title says it
         return 0

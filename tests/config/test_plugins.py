@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, models_of
+from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, models_of, plugin_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
@@ -148,9 +148,11 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
 
 def test_a_class_with_the_names_of_a_tutorial_is_a_controller(capsys: pytest.CaptureFixture[str]) -> None:
     law = controller(0.1, kind="mine.py:Thermostat")  # the value of `auto`
-    assert "init_kl_coef is taken for coef, target_kl is taken for target, kl_coef is taken for beta" in (
-        " ".join(capsys.readouterr().err.split())
+    (note,) = plugin_notes(TrainConfig.model_validate({"kl": {"controller": {"kind": "mine.py:Thermostat"}}}))
+    assert (
+        "init_kl_coef is taken for coef, target_kl is taken for target, kl_coef is taken for beta, update gets" in note
     )
+    assert note in " ".join(capsys.readouterr().err.split())  # what its source tells is what a run does
     betas = []
     for kl in (0.2, 0.2, 0.4, 0.4, 0.2, 0.2):  # by hand: the target is that of the config, 0.2
         law.step(kl, 64)

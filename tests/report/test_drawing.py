@@ -34,6 +34,15 @@ def test_svg_is_xml_that_takes_its_colours_from_the_page() -> None:
     assert svg(CHART) == text
 
 
+def test_every_value_that_was_tried_has_its_label() -> None:
+    targets = [0.02, 0.075, 0.15]
+    chart = Chart("targets", "Score", "score", [Line("score", "score", targets, [1.0, 2.0, 3.0], marker="o")], log="x")
+    texts = {
+        "".join(node.itertext()).strip() for node in ElementTree.fromstring(svg(chart)).iter() if "text" in node.tag
+    }
+    assert {"0.02", "0.075", "0.15"} <= texts
+
+
 def test_pictures_of_a_page_refer_to_ids_that_stand_for_the_same_in_each() -> None:
     """A browser takes the first one of the page."""
     other = replace(CHART, log="", lines=[*LINES, marks("more", "gold", [1.0], [0.1], "^")], target=None)
