@@ -19,7 +19,7 @@ from rlhf_kl.config.schema.train import PromptsSection
 from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
 from rlhf_kl.data.texts import PromptRow, read_texts
-from rlhf_kl.distributed import Ranks, shard, unsharded
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
@@ -53,6 +53,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
+from rlhf_kl.sharding import shard, unsharded
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 

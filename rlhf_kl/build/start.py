@@ -13,7 +13,7 @@ from rlhf_kl.build.machine import LAUNCH
 from rlhf_kl.build.parts import Setup, build_trainer
 from rlhf_kl.build.plan import EvalPlan, plan_evaluations
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import OLDEST_TORCH, Ranks, can_shard
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.models.value import ActorCritic
@@ -36,6 +36,7 @@ from rlhf_kl.program import shell_command
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.sharding import OLDEST_TORCH, can_shard
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 

@@ -12,7 +12,6 @@ from rlhf_kl.build.load import Loader
 from rlhf_kl.build.parts import Setup
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig, TrainConfig
 from rlhf_kl.config.schema.reward import ScorerSection
-from rlhf_kl.distributed import tensors_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_generation, save_model
 from rlhf_kl.models.lora import is_adapter
@@ -22,6 +21,7 @@ from rlhf_kl.report.control import is_update
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.sharding import tensors_of
 from rlhf_kl.ui import log
 
 

@@ -16,7 +16,7 @@ from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.samples import heldout_rows, sample_rows
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import Ranks, held_share, local, unsharded
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import Event, GoldFailed, UpdateSkipped, WeightsLost, worded
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
@@ -42,6 +42,7 @@ from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.measured import conditions, measured_before
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept, load_library_state
+from rlhf_kl.sharding import held_share, local, unsharded
 from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import log
 

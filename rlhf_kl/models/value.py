@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_kl.distributed import local_like
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.seeding import generator
+from rlhf_kl.sharding import local_like
 
 WIDTH = 128  # of a FeatureCritic
 

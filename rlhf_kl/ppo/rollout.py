@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.distributed import Ranks, unsharded
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import UpdateSkipped
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
@@ -24,6 +24,7 @@ from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.sharding import unsharded
 from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
 
 

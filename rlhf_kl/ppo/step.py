@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import is_sharded, local, unsharded
 from rlhf_kl.events import Event, UpdateSkipped
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.memory import SMALLER_PASS, memory_for, sized, tokens_of_a_pass
@@ -27,6 +26,7 @@ from rlhf_kl.ppo.rate import LearningRate, Progress, allowed_rise
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.sharding import is_sharded, local, unsharded
 from rlhf_kl.types import RolloutBatch
 
 ENOUGH = 16  # responses for the change of the KL in an update

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rlhf_kl.distributed import NamedTensors, load_slots, load_tensors
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
+from rlhf_kl.sharding import NamedTensors, load_slots, load_tensors
 
 FORMAT = 10  # of the state; raised when older checkpoints cannot be resumed any more
 WAY_OUT = "without this folder the checkpoint before is used"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
-from rlhf_kl.distributed import NamedTensors, Ranks, slots_of, tensors_of
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
 from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
 from rlhf_kl.program import keep_threads
@@ -36,6 +36,7 @@ from rlhf_kl.run.resume import (
 )
 from rlhf_kl.run.signals import StopRequest, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
+from rlhf_kl.sharding import NamedTensors, slots_of, tensors_of
 from rlhf_kl.ui import log
 
 

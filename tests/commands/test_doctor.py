@@ -16,9 +16,9 @@ import yaml
 from rlhf_kl.commands.findings import check_rate, check_samples, check_targets
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.distributed import can_shard
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ppo.reference import ReferenceScores, reference_responses
+from rlhf_kl.sharding import can_shard
 from rlhf_kl.types import Sampling
 from tests.runs import Cli, jsonl, rows, sets
 

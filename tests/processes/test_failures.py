@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.distributed import can_shard
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.sharding import can_shard
 from tests.made import Make
 
 REWARD = """

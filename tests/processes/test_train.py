@@ -11,9 +11,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl.distributed import can_shard
 from rlhf_kl.models.load import save_model
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.sharding import can_shard
 from tests.made import Make
 
 Runs = dict[str, tuple[Path, Path]]

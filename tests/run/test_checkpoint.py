@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_kl import distributed
-from rlhf_kl.distributed import slots_of, tensors_of
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue
 from rlhf_kl.optim import adamw
 from rlhf_kl.run import checkpoint
 from rlhf_kl.run.checkpoint import FORMAT, Checkpoint, checkpoints, prune, save_checkpoint
+from rlhf_kl.sharding import slots_of, tensors_of
 
 Make = Callable[..., Any]
 

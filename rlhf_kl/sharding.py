@@ -1,0 +1,157 @@
+"""Weights that are sharded over the processes, by FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Every process keeps a part of each tensor, of its gradient and of Adam's moments. A training pass gathers one layer at a
+time; all processes make the same number of passes. Passes without gradients happen inside `unsharded`, where each
+process has all weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlhf_kl.errors import InputError
+
+OLDEST_TORCH = (2, 8)  # its FSDP2 has `set_reshard_after_forward`
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def can_shard() -> bool:
+    """Whether the installed torch is new enough."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= OLDEST_TORCH
+
+
+def shard(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Shard the tensors of each module that are not sharded yet: layers first, then what a pass calls."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+
+
+@contextlib.contextmanager
+def unsharded(*roots: nn.Module) -> Iterator[None]:
+    """Inside, these modules have all their weights: reading and decoding need no communication. Not for gradients.
+
+    It changes nothing for modules that are not sharded. All processes enter together.
+    """
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    # Importing FSDP takes most of a second, so its modules are recognised by a method.
+    parts: list[Any] = [module for module in modules if hasattr(module, "set_reshard_after_forward")]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            _forget_passes(part)
+            part.reshard()
+            # The backward pass needs the root again at once.
+            part.set_reshard_after_forward(part not in roots, recurse=False)
+
+
+def _forget_passes(part: Any) -> None:
+    """Clear FSDP's list of passes: passes without a backward pass would let it grow for the whole run."""
+    group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
+    order = getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
+    for passes in (getattr(group, "_post_forward_indices", None), order):
+        if passes is not None:
+            passes.clear()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether the tensor is sharded: this process has only a part of it."""
+    return hasattr(tensor, "full_tensor")
+
+
+def local(tensor: Any) -> Tensor:
+    """This process's part of a tensor, sharing its memory; the tensor itself if it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def held_share(tensors: Iterable[Tensor]) -> float:
+    """The share of all numbers that this process holds: 1 if nothing is sharded."""
+    sizes = [(local(tensor).numel(), tensor.numel()) for tensor in tensors]
+    return sum(part for part, _ in sizes) / max(1, sum(size for _, size in sizes))
+
+
+def full(tensor: Any) -> Tensor:
+    """The full tensor; all processes call this together."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def local_like(value: Tensor, like: Any) -> Tensor:
+    """This process's part of `value`, sharded as `like` is; it shares the memory of `value`.
+
+    If `value` is sharded and `like` is not, `value` is gathered: all processes call this together.
+    """
+    if not is_sharded(like):
+        return full(value)
+    if is_sharded(value):
+        return local(value)
+    (axis,) = (placement.dim for placement in like.placements)  # FSDP cuts as torch.chunk does
+    each = -(-value.shape[axis] // like.device_mesh.size())
+    begin = min(each * like.device_mesh.get_local_rank(), value.shape[axis])
+    return value.narrow(axis, begin, local(like).shape[axis])
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers by name, tied ones by their first; each is unsharded when it is its turn.
+
+    All processes read this together, to its end.
+    """
+    for tensor, names in _named_tensors(module):
+        yield names[0], full(tensor.detach())
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Parameters and saved buffers, each with all its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+@torch.no_grad()
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load the tensors of `tensors_of`; tied tensors may have any of their names, and further tensors are ignored.
+
+    Errors: InputError, before any change, for tensors that are missing or of another shape.
+    """
+    named = _named_tensors(module)
+    fitting = [[tensors[n] for n in names if n in tensors and tensors[n].shape == x.shape] for x, names in named]
+    if missing := sorted(names[0] for (_, names), values in zip(named, fitting, strict=True) if not values):
+        raise InputError(f"tensors are missing or of another shape: {', '.join(missing[:3])}")
+    for (tensor, _), values in zip(named, fitting, strict=True):
+        local(tensor).copy_(local_like(values[0], tensor))
+
+
+def slots_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The state of an optimizer, as `{number}.{name}`; see `tensors_of`."""
+    for number, slot in sorted(optimizer.state_dict()["state"].items()):  # a resumed one has them in another order
+        for name, value in sorted(slot.items()):
+            yield f"{number}.{name}", full(torch.as_tensor(value))
+
+
+@torch.no_grad()
+def load_slots(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Load the state of `slots_of`; the parameter groups stay unchanged."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()  # frees its memory
+    slots: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        number, name = key.split(".", 1)
+        like = parameters[int(number)]
+        slot = torch.empty_like(like, dtype=value.dtype) if value.shape == like.shape else torch.empty_like(value)
+        local(slot).copy_(local_like(value, slot))  # `value` may be a mapped file
+        slots.setdefault(int(number), {})[name] = slot
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
