@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl import distributed
+from rlhf_kl import distributed, sharding
 from rlhf_kl.build.start import check_sizes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Group, Ranks
@@ -107,7 +107,7 @@ def test_what_does_not_fit_changes_nothing(tensors: dict[str, torch.Tensor]) -> 
 def test_where_nothing_can_be_sharded(
     monkeypatch: pytest.MonkeyPatch, processes: int, oldest: tuple[int, int], message: str
 ) -> None:
-    monkeypatch.setattr(distributed, "OLDEST_TORCH", oldest)
+    monkeypatch.setattr(sharding, "OLDEST_TORCH", oldest)
     config = TrainConfig.model_validate({"policy": {"model": "builtin:reviews", "shard": True}})
     with pytest.raises(InputError, match=re.escape(message)):
         check_sizes(config, processes=processes)

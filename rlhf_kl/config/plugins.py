@@ -15,7 +15,7 @@ from rlhf_kl.config.schema.kl import builtin_law
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.hub import model_folder, model_on_hub
 from rlhf_kl.kl_controllers import BOUNDS, KLController, build_controller
-from rlhf_kl.kl_controllers.base import (
+from rlhf_kl.kl_controllers.foreign import (
     COEF_NAMES,
     ForeignKL,
     fits_call,

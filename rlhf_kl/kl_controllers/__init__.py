@@ -8,16 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl.kl_controllers.adaptive import AdaptiveKL
-from rlhf_kl.kl_controllers.base import (
-    COEF_SPAN,
-    CONTROLLER_PROVIDED,
-    KLController,
-    as_controller,
-    clip,
-    law_options,
-    names_of_options,
-    resolve_bounds,
-)
+from rlhf_kl.kl_controllers.base import COEF_SPAN, CONTROLLER_PROVIDED, KLController, clip, resolve_bounds
+from rlhf_kl.kl_controllers.foreign import as_controller, law_options, names_of_options
 from rlhf_kl.kl_controllers.laws import PIDKL, DualKL, ExponentialKL, FixedKL, ScheduledKL, ThresholdKL, ZieglerKL
 
 CONTROLLERS: dict[str, type[KLController]] = {

@@ -11,7 +11,8 @@ from rlhf_kl.config.plugins import check_named, configured_controller, make_cont
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
-from rlhf_kl.kl_controllers.base import ForeignKL, KLController
+from rlhf_kl.kl_controllers.base import KLController
+from rlhf_kl.kl_controllers.foreign import ForeignKL
 
 SOURCE = """
 class LinearKL:

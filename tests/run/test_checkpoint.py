@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl import distributed
+from rlhf_kl import sharding
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import ActorCritic, HeadValue
@@ -102,7 +102,7 @@ def test_of_gathered_tensors_memory_holds_one_shard(
     model, optimizer = trained(1, new_model)
     sizes = [tensor.nbytes for _, tensor in [*tensors_of(model), *slots_of(optimizer)]]
     monkeypatch.setattr(checkpoint, "SHARD", 4000)
-    monkeypatch.setattr(distributed, "full", copied)
+    monkeypatch.setattr(sharding, "full", copied)
     save_checkpoint(tmp_path, 5, tensors_of(model), slots_of(optimizer), {})
     assert alive == 0
     assert most <= max(4000, *sizes) + max(sizes) < 0.2 * sum(sizes)
