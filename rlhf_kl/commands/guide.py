@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +13,23 @@ import rlhf_kl
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.program import shell_command
 
-PAGES = (
-    *("tutorial", "kl", "questions", "lab", "models_and_data", "rewards_and_controllers", "running", "metrics"),
-    *("coming_from", "measurements", "agent", "config_reference", "changes"),
-)
+PAGES = {
+    "tutorial": "KL control step by step, each with a command",
+    "kl": "which target, beta, controllers, ceiling, alerts",
+    "questions": "my KL does not move, my score is flat; glossary",
+    "lab": "five exercises, from no penalty to a hacked reward",
+    "models_and_data": "models, adapters, precision, prompts",
+    "rewards_and_controllers": "of your own, in a few lines of Python",
+    "running": "comparing, resuming, memory, several processes",
+    "metrics": "every name in metrics.jsonl",
+    "coming_from": "from TRL, OpenRLHF or verl; KLBudget inside TRL",
+    "measurements": "every figure, with its command",
+    "agent": "for scripts and agents: commands, exit codes, files",
+    "config_reference": "every key of a config, with its default",
+    "changes": "what is new",
+}
 FOLDER = Path(rlhf_kl.__file__).parent / "guide"
-WIDTH = 100  # most columns of a page: longer lines are hard to read
+WIDTH = 80  # most columns of a page: longer lines are hard to read
 
 
 def guide(
@@ -30,8 +40,8 @@ def guide(
     """Read the guide: KL control, questions, a lab, models, rewards, running, every metric and config key."""
     if page is None:
         width = max(map(len, PAGES))
-        for name in PAGES:
-            print(f"{name:{width}}  {_text(name).partition(chr(10))[0].lstrip('# ')}")
+        for name, line in PAGES.items():
+            print(f"{name:{width}}  {line}")
         print(f"\nTo read one: {shell_command()} guide PAGE")
         return
     name = page.removesuffix(".md").lower().replace("-", "_")
@@ -41,14 +51,11 @@ def guide(
             hint = f": {' or '.join(found)}?" if found else suggestion(name, PAGES)
             raise InputError(f"guide: no page {page!r}{hint}")
         name = found[0]
-    if not sys.stdout.isatty():
-        print(_text(name), end="")
-        return
     _show(_text(name))
 
 
 def _show(text: str) -> None:
-    """Markdown in a pager, at most 100 columns wide."""
+    """Markdown, at most 80 columns wide: in a pager, or plain where it is piped."""
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.markdown import Markdown, TableElement
 

@@ -93,7 +93,8 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     text = "See [the page on KL](kl.md#units), [that](https://x.org).\n![A curve](../a.png)"
     shown = "See the page on KL (page kl), [that](https://x.org).\n*(Picture: A curve.)*"
     assert guide._for_terminal(text) == shown
-    assert rlhf_kl("guide", "Coming-From.md").out.startswith("# Coming from")
+    assert rlhf_kl("guide", "Coming-From.md").out.strip().startswith("Coming from")
+    assert max(map(len, rlhf_kl("guide").out.splitlines())) <= 80
     assert rlhf_kl("guide", "reward").out == rlhf_kl("guide", "rewards_and_controllers").out
     assert "guide: no page 'm': models_and_data or metrics or measurements?" in rlhf_kl("guide", "m").err
 
