@@ -88,8 +88,8 @@ class ReferenceScores:
             raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
         if sequence_kl > REACHED * solution.limit:
             known = solution.limit / sequence_kl
-            share = f"{known:.0%} of the target's KL, by {len(self.shaped)} reference samples"
-            note = f"the best policy for this reward has {share}: if its score stays, lower kl.target"
+            need = f"{known:.0%} of your KL target, by {len(self.shaped)} reference samples"
+            note = f"this reward may need only {need}. If the score stops rising, lower kl.target"
             # The few samples of each prompt limit the KL, not beta; one tilt of all scores has no more samples there.
             return SolvedCoef(solution.coef, note, known if groups is not None else 0.0)
         if not solution.extrapolated:

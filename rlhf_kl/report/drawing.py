@@ -39,7 +39,7 @@ COLOURS = {
     "beta": ("#c1440e", "#ff8d5c"),
     # An ordered scale, for variants and for the values of one setting.
     "s1": ("#440154", "#b58bd6"),
-    "s2": ("#414487", "#8d91e0"),
+    "s2": ("#3f5bb5", "#8fa4f0"),
     "s3": ("#2a788e", "#5bb3cf"),
     "s4": ("#1f8a6d", "#3fd3a5"),
     "s5": ("#5c9a1a", "#95e36d"),
