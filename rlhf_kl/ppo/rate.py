@@ -2,9 +2,10 @@
 
 How fast a policy leaves its reference depends on the rate: well below the beta that holds the target, a lower beta no
 longer moves it farther. So while the target is far, the rate is chosen from the steps that were measured, such that
-x = sqrt(KL/target) reaches 1 in a planned number of updates. Near the target beta holds the KL, and the rate only
-falls: where its steps are too long for a hold, or where one update goes too far. (Robotics PPO keeps the KL between
-successive policies in a band by the rate: Rudin et al. 2022, 2109.11978.)
+x = sqrt(KL/target) reaches 1 in a planned number of updates, unless one of these would move the policy farther than
+`FARTHEST`. Near the target beta holds the KL, and the rate only falls: where its steps are too long for a hold, or
+where one update goes too far. (Robotics PPO keeps the KL between successive policies in a band by the rate: Rudin et
+al. 2022, 2109.11978.)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ HOLDING_PACE = 0.04  # of x in an update: the longest steps of a policy that is 
 HOLDING_FACTOR = 2.0  # the noise of longer steps costs score
 LARGE_STEP = 0.5  # of x in one update near the target
 LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of an update's policies to the one that sampled, over the target
+FARTHEST = 0.02  # nats per token to the policy that sampled, on the way, whatever the target: as usual early stops
 LEAST = 0.2  # one update is no proof of more
 SPENT = 0.5  # of x: from there on the score must have risen,
 SURE_RISE = 1.0  # by so many standard errors: more would stop noisy rewards that do rise,
@@ -98,6 +100,7 @@ class PacedRate:
         self.target, self.first = target, first
         self.plan = first - 1 + round(clip(PLANNED_SHARE * updates, *PLANNED_UPDATES))  # the update that arrives
         self.factor = 1.0
+        self.most = FACTOR_BOUNDS[1]  # of the factor: there an update moves the policy by FARTHEST
         self.distance: float | None = None  # x of the last rollout,
         self.used = 1.0  # and the factor of its update
         self.pace: float | None = None  # of x in an update at a factor of 1
@@ -126,15 +129,18 @@ class PacedRate:
         self.used = self.factor
         return events
 
-    def observe(self, update: int, move: CeilingResult, update_kl: float) -> list[Event]:
+    def observe(self, update: int, move: CeilingResult, update_kl: float, tokens: float = 1.0) -> list[Event]:
         """After the update, before any cut of the ceiling: near the target one that went too far lowers the rate.
 
         `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
-        constant KL to the reference; it grows with the square of the rate.
+        constant KL to the reference; it grows with the square of the rate. `tokens`: in what the unit counts.
         Returns an event if it did.
         """
         if not (math.isfinite(move.kl_before) and math.isfinite(move.kl_uncut)):
             return []
+        moved = update_kl / tokens / (FIRST_STEP**2 if update == self.first else 1.0)
+        if math.isfinite(moved):
+            self.most = clip(self.used * math.sqrt(FARTHEST / max(1e-9, moved)), *FACTOR_BOUNDS)
         here, there = (math.sqrt(max(0.0, kl) / self.target) for kl in (move.kl_before, move.kl_uncut))
         by, why = 1.0, ""
         if abs(there - here) > LARGE_STEP and there > NEAR:
@@ -151,7 +157,7 @@ class PacedRate:
     def _approach(self, update: int, distance: float, pace: float, progress: bool) -> list[Event]:
         wanted = (1.0 - distance) / (self.plan + 1 - update if update <= self.plan else LATE)
         change = clip(wanted / max(1e-6, pace * self.factor), *CHANGE_BOUNDS)
-        self.factor = clip(self.factor * (change if progress else min(1.0, change)), *FACTOR_BOUNDS)
+        self.factor = clip(self.factor * (change if progress else min(1.0, change)), FACTOR_BOUNDS[0], self.most)
         if self.stuck or update <= 2 * self.plan or self.factor < FACTOR_BOUNDS[1]:
             return []
         self.stuck = True
@@ -159,7 +165,7 @@ class PacedRate:
         return [LearningRateAtBound(why, self.factor)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("factor", "distance", "used", "pace", "near", "stuck")}
+        return {name: getattr(self, name) for name in ("factor", "most", "distance", "used", "pace", "near", "stuck")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -193,9 +199,9 @@ class LearningRate:
         self.last = rate
         return events
 
-    def observe(self, step: int, move: CeilingResult, update_kl: float) -> list[Event]:
+    def observe(self, step: int, move: CeilingResult, update_kl: float, tokens: float) -> list[Event]:
         """After update `step`. Returns events; see `PacedRate.observe`."""
-        return [] if self.adaptive is None else self.adaptive.observe(step, move, update_kl)
+        return [] if self.adaptive is None else self.adaptive.observe(step, move, update_kl, tokens)
 
     def state_dict(self) -> dict[str, Any]:
         adaptive = None if self.adaptive is None else self.adaptive.state_dict()

@@ -129,8 +129,9 @@ class PPOTrainer:
         self.optimize(update, targets, step)  # 5. epochs of clipped steps
         if trains:
             move = update.move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
-            update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * rollout.tokens_per(unit)
-            update.events += self.rate.observe(step, move, update_kl)
+            tokens = rollout.tokens_per(unit)
+            update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
+            update.events += self.rate.observe(step, move, update_kl, tokens)
             self.controller.may_lower = self.progress.made
             update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
             update.coef_next = self.controller.beta

@@ -42,6 +42,20 @@ def test_the_target_is_reached_as_planned(pace: float, updates: int, plan: int) 
     assert rule.factor <= 2.0
 
 
+@pytest.mark.parametrize("tokens", [1.0, 30.0])
+def test_no_update_on_the_way_is_planned_to_move_the_policy_too_far(tokens: float) -> None:
+    """The target is so far that the plan alone would raise the rate to its bound."""
+    rule, factors = PacedRate(10.0 * tokens, 60), []
+    for n in range(1, 9):
+        kl = 1e-3 * n * tokens
+        rule.choose(n, kl)
+        moved = 0.005 * rule.factor**2 * (2.5**2 if n == 1 else 1.0)  # nats per token, with the square of the rate
+        rule.observe(n, CeilingResult(1.0, kl, math.nan, kl), moved * tokens, tokens)
+        factors.append(rule.factor)
+    assert factors[0] == 1.0
+    assert factors[1:] == pytest.approx([2.0] * 7)  # 0.005 * 2**2 = 0.02
+
+
 def test_near_the_target_the_rate_only_falls() -> None:
     rule = PacedRate(TARGET, 60)
     travel(rule, 0.05, 8)
