@@ -425,6 +425,10 @@ def ceiling(action: str, levels: list[float], **ppo: Any) -> list[tuple[int, str
 def test_a_kl_above_the_ceiling() -> None:
     reason = "KL 0.3 nats per token is above the ceiling 0.2 in update 3"
     assert ceiling("stop", [0.2, 0.1, 0.3])[0] == (3, "stop", reason)
+    per_response = {"unit": "sequence", "target": 2.0, "ceiling": {"value": 3.0, "action": "stop"}}
+    free = monitors(coef=0.0, kl=per_response | NO_TARGET["kl"])  # without a penalty its KL is told per token
+    [(_, action, reason)] = decisions(free, [({"kl/token": 0.1, "kl/sequence": 4.0}, [])])
+    assert (action, reason) == ("stop", "KL 4 nats per sequence is above the ceiling 3 in update 1")
     found = ceiling("rollback", [0.3, 0.1] * 6)
     assert [each[:2] for each in found] == [*((step, "rollback") for step in (1, 3, 5, 7, 9)), (11, "stop")]
     assert found[-1][2].endswith("again, after 5 rollbacks, each of which doubled beta")

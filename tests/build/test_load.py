@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -64,6 +65,12 @@ def test_held_out_prompts_that_are_named_win(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
     own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
     assert sets.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == [("mine", {"q": "mine"}, ())]
+
+
+def test_some_rows_are_drawn_from_all_of_a_sorted_file() -> None:
+    few = sets.drawn(range(1000), 50)
+    assert few == sorted(set(few)) == sets.drawn(range(1000), 50)
+    assert 300 < fmean(few) < 700
 
 
 def test_pairs_of_a_file(tmp_path: Path) -> None:

@@ -64,6 +64,17 @@ def test_start_and_evaluations_read_the_share_of_tokens_that_was_planned(setting
     assert training.plan.share <= 1.01 * SHARE
 
 
+def test_penalties_and_the_rate_of_the_critic_are_those_of_the_config(tiny_settings: Any) -> None:
+    penalties = {"missing_eos_penalty": 1.0, "length_penalty": 0.01, "repetition_penalty": 0.3}
+    changes = {"reward": penalties, "ppo": {"critic_learning_rate": 5.0e-3}}
+    changes = {name: tiny_settings[name] | section for name, section in changes.items()}
+    config = TrainConfig.model_validate(tiny_settings | changes)
+    training = prepare_training(config, build_setup(config, torch.device("cpu")))
+    assert {name: getattr(training.shaping, name) for name in penalties} == penalties
+    rates = [group["lr"] for group in training.trainer.optimizer.param_groups]
+    assert rates == [2.0e-4, 2.0e-4, 5.0e-3]  # matrices, vectors, critic
+
+
 def test_longer_runs_have_larger_evaluations_and_more_of_them(settings: Any, setup: Setup) -> None:
     plans = [planned(settings(updates), setup) for updates in (1, 12, 40, 400, 4000)]
     assert plans[0].responses == 8

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from rlhf_kl.commands.loop import TrainLoop
 from rlhf_kl.commands.train import train_closing
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.report.card import model_card
 from rlhf_kl.report.control import closing_figures, control_figures
 from rlhf_kl.run.log import read_jsonl
@@ -97,6 +101,15 @@ def test_the_verdict_on_the_target(kls: list[float], mean_of: int, kl: str, scor
     assert figures["KL per token"].startswith(kl)
     assert (figures["score"], figures["held-out perplexity"], figures.get("score gain")) == (score, "3.50", gain)
     assert f"mean of the last {mean_of}" in figures["figures"]
+
+
+def test_the_share_of_the_most_is_that_of_the_gain_over_the_reference() -> None:
+    """Gaussian scores around 5: a KL of 0.5 can raise them by sqrt(2 * 0.5) = 1."""
+    scores = [5.0 + NormalDist().inv_cdf((i + 0.5) / 2048) for i in range(2048)]
+    training = SimpleNamespace(reference_scores=ReferenceScores(scores, [i % 64 for i in range(2048)], 10.0))
+    loop: Any = SimpleNamespace(training=training)
+    closing = {"kl_sequence": (0.0, 0.5), "scores_shaped": (5.0, 5.6)}
+    assert TrainLoop.tilt_share(loop, closing) == pytest.approx(0.6, rel=0.05)
 
 
 def test_a_collapsed_run_is_not_praised() -> None:

@@ -276,6 +276,7 @@ def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_proc
         return [Samples.joined(several) for several in zip(*each, strict=True)]
 
     more = typical(range(12))
+    assert all(others.texts[0] != samples.texts[0] for samples, others in zip(first, more, strict=True))
     for one, other in zip(more, typical(range(1), range(1, 7), range(7, 12), batch_size=2), strict=True):
         assert (one.texts, one.scores, one.gold) == (other.texts, other.scores, other.gold)
     assert [len(each.texts) for each in typical(range(12), both=False)] == [14, 0]

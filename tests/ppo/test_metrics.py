@@ -72,6 +72,7 @@ def test_a_batch_worked_by_hand() -> None:
         "kl/sequence": 0.45,  # (0.4 + 0.5) / 2 responses
         "kl/sequence_stderr": 0.05,  # 0.4 and 0.5: spread 0.1 / sqrt(2), over sqrt(2)
         "kl/max_token": 0.5,
+        "kl/p95_token": 0.3 + 0.9 * 0.2,  # nine tenths of the way from the second token to the third
         "kl/max_sequence": 0.5,
         "kl/target": 0.1,
         "kl/error": 2.0,
@@ -173,3 +174,4 @@ def test_the_mean_shaped_score_leaves_out_what_has_none() -> None:
     row = rollout_metrics(batch, 0.5, config())
     assert row["objective/scores"] == 1.0
     assert row["objective/scores_shaped"] == 4.0
+    assert row["reward/length"] == 0.25

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.build.start import starting_coef
+from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
@@ -62,6 +64,8 @@ def test_there_are_as_many_samples_as_were_asked_for(prompts: int, samples: int)
     sizes = Counter(groups).values()
     assert max(sizes) - min(sizes) <= 1
     assert len(sizes) == min(prompts, max(samples // 8, min(60, samples // 2)))
+    others = sample_prompts(prompts, samples, seed=0, number=1)
+    assert set(groups).isdisjoint(others) == (prompts >= 2 * len(sizes))
 
 
 def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(
@@ -123,6 +127,10 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     sure, guess = gaussian.solve(0.5), gaussian.solve(7.0)
     assert sure.coef == pytest.approx(1.0, rel=0.1)  # sigma^2 / (2 beta^2) = 0.5
     assert (sure.note, sure.known) == ("", 1.0)
+    for advantage, factor in (("rloo", 1.0), ("grpo", 3 / 4)):  # a mean of four that holds each score itself
+        ppo, rollout = {"advantage": advantage, "scale_by_group_std": False}, {"samples_per_prompt": 4}
+        config = TrainConfig.model_validate({"ppo": ppo, "rollout": rollout, "kl": {"target": 0.5 / 30}})
+        assert starting_coef(config, gaussian).coef == pytest.approx(factor * sure.coef)
     assert re.fullmatch(r"starting beta \S+ is a guess: .* for \d\d% of the target's KL", guess.note)
     assert 0.1 < guess.known < 1.0
     unknown = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)

@@ -146,8 +146,10 @@ def test_the_value_function_learns_the_returns(make_trainer: Make, new_model: Ma
 def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make) -> None:
     """At the first minibatch the policy has not moved; at the second it has, and takes no step any more."""
     free, short = make_trainer(ppo={"epochs": 4}), make_trainer(ppo={"epochs": 4, "max_update_kl": 1e-9})
-    assert row_of(free, 1)["policy/epochs"] == 4
-    row = row_of(short, 1)
+    whole, row = row_of(free, 1), row_of(short, 1)
+    assert whole["policy/epochs"] == 4
+    loose = make_trainer(ppo={"epochs": 4, "max_update_kl": 4 * whole["policy/approx_kl"]})  # a mean, not a sum
+    assert row_of(loose, 1)["policy/epochs"] == 4
     assert row["policy/epochs"] == 0.5
     assert row["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)
     assert max(int(state["step"]) for state in short.optimizer.state.values()) == 1

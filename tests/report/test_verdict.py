@@ -117,6 +117,14 @@ def test_seeds_are_counted_by_their_verdict(write_run: Write, metrics_rows: Rows
     assert words in judge(comparison)[0]
 
 
+def test_a_target_that_was_reached_late_counts_in_a_sweep(write_run: Write, metrics_rows: Rows) -> None:
+    kls = {target: [0.3 * target] * 40 + [target] * 20 for target in (0.05, 0.1, 0.2)}
+    paths = [write_run(f"t{t}", metrics_rows(each, target=t), config={"kl": {"target": t}}) for t, each in kls.items()]
+    sweep = sweep_of(read_comparison(paths))
+    assert sweep is not None
+    assert all(point.held for point in sweep.points)
+
+
 @pytest.mark.parametrize(("shift", "word"), [(0.5, "higher than"), (-0.5, "lower than")])
 def test_a_true_difference(grid: Grid, shift: float, word: str) -> None:
     lines = judge(grid(extra={"adaptive-0.1x": shift, "adaptive-1x": shift * 1.2}))
