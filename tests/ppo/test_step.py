@@ -180,17 +180,17 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     }
     trainer, told = make_trainer(**settings), []
     trainer.controller.observe_rate = told.append
-    moves: list[float] = []
+    moves: list[tuple[float, float]] = []
     observe = trainer.rate.adaptive.observe
 
-    def noted(step: int, move: Any, update_kl: float) -> list[Event]:
-        moves.append(update_kl)
-        return observe(step, move, update_kl)
+    def noted(step: int, move: Any, *kl_and_tokens: float) -> list[Event]:
+        moves.append(kl_and_tokens)
+        return observe(step, move, *kl_and_tokens)
 
     trainer.rate.adaptive.observe = noted
     update = trainer.update(1)
     tokens = float(update.rollout.lengths.float().mean()) if unit == "sequence" else 1.0
-    assert moves == [pytest.approx(update.mean("approx_kl") * tokens)]
+    assert moves == [pytest.approx((update.mean("approx_kl") * tokens, tokens))]
     assert isinstance(update.events[-1], LearningRateChanged)
     assert trainer.rate.adaptive.factor < 1.0
     again = make_trainer(**settings)
