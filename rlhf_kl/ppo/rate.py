@@ -39,7 +39,8 @@ FARTHEST = 0.02  # nats per token to the policy that sampled, on the way, whatev
 LEAST = 0.2  # one update is no proof of more
 SPENT = 0.5  # of x: from there on the score must have risen,
 SURE_RISE = 1.0  # by so many standard errors: more would stop noisy rewards that do rise,
-LITTLE = 0.2  # or as far as its noise tells, by this share of the most that the KL allows,
+LITTLE = 0.2  # or perhaps by this share of the most that the KL allows,
+PERHAPS = 2.0  # so many standard errors above the rise: with one a real reward failed in a short run of 32 responses,
 RECENT = 0.15  # in a moving average with at least this weight of the newest rollout,
 PATIENCE = 3  # of so many rollouts
 
@@ -70,7 +71,7 @@ class Progress:
         )
         self.score = Mean(mean, math.hypot(*stderr))
         rise, noise = mean - self.start.mean, math.hypot(self.score.stderr, self.start.stderr)
-        self.made = self.count < PATIENCE or rise > SURE_RISE * noise or rise + noise > LITTLE * most
+        self.made = self.count < PATIENCE or rise > SURE_RISE * noise or rise + PERHAPS * noise > LITTLE * most
         if self.made or self.told:
             return []
         self.told = True
