@@ -122,8 +122,9 @@ class PPOTrainer:
         update = Update(rollout, coef, coef, math.nan, move=CeilingResult(1.0, kl.mean, kl.mean, kl.mean))
         trains = step > self.config.ppo.value_warmup  # while the policy is frozen, its KL does not depend on beta
         if trains:
-            distance = math.sqrt(kl.mean / self.config.kl.target_value)
-            update.events += self.progress.observe(rollout.score(), distance, allowed_rise(rollout))
+            if self.controller.adjusts:  # else nothing is moved that could stop
+                distance = math.sqrt(kl.mean / self.config.kl.target_value)
+                update.events += self.progress.observe(rollout.score(), distance, allowed_rise(rollout))
             update.events += self.rate.choose(step, kl.mean, progress=self.progress.made)  # 4. pace the way by the rate
         update.learning_rate = self.rate(step)
         self.optimize(update, targets, step)  # 5. epochs of clipped steps

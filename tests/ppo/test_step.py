@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import rlhf_kl.ppo.step as ppo_module
-from rlhf_kl.events import Event, LearningRateChanged, UpdateSkipped
+from rlhf_kl.events import Event, LearningRateChanged, NoProgress, UpdateSkipped
 from rlhf_kl.kl_controllers import FixedKL, as_controller
 from rlhf_kl.models.value import FeatureCritic
+from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -199,6 +200,15 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
     rate = row_of(trainer, 2)["policy/learning_rate"]
     assert rate == pytest.approx(0.03 * 0.9 * trainer.rate.adaptive.used)  # the schedule falls by a tenth besides
     assert told == [pytest.approx(rate / 0.03)]
+
+
+@pytest.mark.parametrize(("kind", "told"), [("adaptive", True), ("fixed", False)])
+def test_only_a_beta_that_moves_can_stop_for_want_of_progress(make_trainer: Make, kind: str, told: bool) -> None:
+    kl = {"target": 1e-6, "controller": {"kind": kind, "coef": 0.01}, "ceiling": None}
+    trainer = make_trainer(kl=kl, ppo={"learning_rate": 1e-2})
+    trainer.progress.start = Mean(1e6, 0.0)  # a score that no response has
+    events = [event for step in range(1, 6) for event in trainer.update(step).events]
+    assert any(isinstance(event, NoProgress) for event in events) == told
 
 
 class Shrinks:
