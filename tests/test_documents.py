@@ -135,7 +135,7 @@ def run(words: list[str], rlhf_kl: Any) -> str:
     assert program == "rlhf-kl", f"{words}: neither run here nor marked"
     if "--updates" in rest:  # fewer, by `cut`
         del rest[rest.index("--updates") : rest.index("--updates") + 2]
-    if rest[0] in ("train", "compare", "doctor"):
+    if rest[0] in ("train", "compare", "doctor") and "--config" in rest:
         rest += cut(rest)
     outcome = rlhf_kl(*rest)
     return outcome.out + outcome.err if outcome.code else ""
