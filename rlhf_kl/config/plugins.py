@@ -168,7 +168,7 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
     """The class of a controller, and its arguments. Errors: InputError with every problem."""
     law = controller_class(kind)
     called = names_of_options(options_of(law))
-    options = {called.get(key, key): value for key, value in options.items()}
+    options = {key if called.get(key) in options else called.get(key, key): value for key, value in options.items()}
     written = {key: value for key, value in options.items() if takes(law, key) or key not in BOUNDS}
     arguments, problems = law_options(law, written, "kl.controller")
     update = getattr(law, "update", None)

@@ -154,15 +154,14 @@ def test_a_class_with_the_names_of_a_tutorial_is_a_controller(capsys: pytest.Cap
         "init_kl_coef is taken for coef, target_kl is taken for target, kl_coef is taken for beta, update gets" in note
     )
     assert note in " ".join(capsys.readouterr().err.split())  # what its source tells is what a run does
-    betas = []
-    for kl in (0.2, 0.2, 0.4, 0.4, 0.2, 0.2):  # by hand: the target is that of the config, 0.2
-        law.step(kl, 64)
-        betas.append(law.beta)
+    betas = [law.step(kl, 64) or law.beta for kl in (0.2, 0.2, 0.4, 0.4, 0.2, 0.2)]  # by hand: the config's target, 0.2
     assert betas == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225])
-    again = controller(kind="mine.py:Thermostat", coef=0.7)
+    again = make_controller("mine.py:Thermostat", {"coef": 0.7}, target=0.2)
     assert again.beta == controller(kind="mine.py:Thermostat", init_kl_coef=0.7).beta == 0.7
     again.restore(law.save())
     assert (again.beta, again.state_dict()) == (law.beta, {"kl_coef": law.beta, "target_kl": 0.2})
+    with pytest.raises(InputError, match=r"kl.controller.coef: unknown option of Thermostat"):
+        make_controller("mine.py:Thermostat", {"coef": 0.7, "init_kl_coef": 0.1})
     verl = controller(0.1, kind="mine.py:Verl", max_coef=0.3)
     for _ in range(3):
         verl.step(0.2, 64)
