@@ -270,7 +270,8 @@ def make_models(args: argparse.Namespace) -> None:
         if not (folder / "prompts.jsonl").exists():  # written last
             shape = LLAMA if args.model == "llama" else (SHAPES | TODAY)[args.model]
             random_world(folder, shape, [16] * 512, SCORER if args.model in TODAY else None)
-        args.policy, args.reward, args.prompts = folder / "policy", folder / "reward", folder / "prompts.jsonl"
+        scores = folder / "scorer" if args.model in TODAY else folder
+        args.policy, args.reward, args.prompts = folder / "policy", scores / "reward", folder / "prompts.jsonl"
     else:
         world = BuiltIn("builtin:reviews")
         args.policy, args.reward, args.prompts = world.policy(), world.reward_model(), world.file("prompts")

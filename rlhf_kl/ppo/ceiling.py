@@ -16,9 +16,9 @@ from torch import Tensor
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.types import RolloutBatch
 
-LINE_SEARCH_STEPS = 6
+MOST_TRIES = 6
 SURE = 3.0  # standard errors below the limit at which a KL by some of the states is enough
-CLOSE_ENOUGH = 0.97  # of the limit: no further halving
+CLOSE_ENOUGH = 0.97  # of the limit: where a shortened update shall end
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
 PRIOR_CHANGE = 0.15  # of the target: the prior of the forecast weighs as much as one change of the KL of this size
 GAIN_BOUNDS = (0.25, 3.0)
@@ -28,11 +28,10 @@ GAIN_BOUNDS = (0.25, 3.0)
 class CeilingResult:
     """Effect of the ceiling on an update; KL in nats of the target's unit, at the rollout's states."""
 
-    factor: float = 1.0  # share of the update that was kept; 1 = whole
+    factor: float = 1.0  # share that was kept of the update, or of the way from the reference; 1 = whole
     kl_before: float = math.nan
     kl_after: float = math.nan  # NaN if not measured
     kl_uncut: float = math.nan  # after the whole update
-    pulled_back: bool = False  # the policy went back towards its reference
     scale: float = 1.0  # of the way from the reference, after all of that
 
 
@@ -100,17 +99,18 @@ class Ceiling:
         self.forecast = KLForecast(target)
 
     def snapshot(self) -> list[Tensor]:
-        """The parameters before an update, if it may be shortened."""
-        return _copies(self.parameters) if self.limit is not None else []
+        """The parameters before an update, if it may be shortened and only they tell in which direction."""
+        needed = self.limit is not None and self.reference is None
+        return [p.detach().clone() for p in self.parameters] if needed else []
 
     def hold(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean) -> CeilingResult:
         """After an update that began at `before`; `measured` is the rollout's own KL.
 
-        The limit holds for the forecast of the next rollout's KL plus one standard error. An update that would cross
-        it is shortened along its own direction (the line search of TRPO, Schulman et al. 2015, appendix C). Where
-        the policy stood above it already, it goes back on the line to its reference: near the reference the KL is
-        quadratic, and that line is its natural gradient (Amari 1998). Without a reference on that line, the update or
-        its undoing is kept, whichever has the lower KL.
+        The limit holds for the forecast of the next rollout's KL, without its standard error: else one heavy row of a
+        small batch would cut updates. A policy that would cross it is scaled towards its reference (see `scale`).
+        Without a reference on that line the update itself is shortened (the line search of TRPO, Schulman et al. 2015,
+        appendix C); where the policy stood above the limit already, the update or its undoing is kept, whichever has
+        the lower KL.
         """
         self.forecast.observe(measured.mean)
         if self.limit is None:
@@ -128,11 +128,11 @@ class Ceiling:
         """
         if self.reference is None or share == 1.0:
             return move
-        self._place(self.reference(), _copies(self.parameters), share)
+        self._shrink(self.reference(), share)
         after = move.kl_after * share**2
         if self.forecast.made is not None:
             self.forecast.made = (self.forecast.made[0], after)
-        return replace(move, kl_after=after, scale=share)
+        return replace(move, kl_after=after, scale=move.scale * share)
 
     def seen(self, move: CeilingResult) -> tuple[float, float, float]:
         """The KL before the update, and those expected of the next rollout: after it, and had it not been cut."""
@@ -142,59 +142,53 @@ class Ceiling:
     def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean, limit: float) -> CeilingResult:
         start = measured.mean
 
-        def excess(kl: Mean) -> float:
-            """Distance above the limit; 0 and less is allowed. Infinite for a KL that is not finite."""
-            value = self.forecast(start, kl.mean) + kl.stderr - limit
+        def of_limit(kl: Mean) -> float:
+            """The forecast over the limit; infinite for a KL that is not finite."""
+            value = self.forecast(start, kl.mean) / limit
             return value if math.isfinite(value) else math.inf
 
         uncut = self.read_kl(rollout, False)
-        if excess(uncut) > -SURE * uncut.stderr:
+        if of_limit(uncut) > 1.0 - SURE * uncut.stderr / limit:
             uncut = self.read_kl(rollout, True)
-        if excess(uncut) <= 0:
+        far = of_limit(uncut)
+        if far <= 1.0:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
-        after = _copies(self.parameters)
-        if excess(measured) <= 0:
-            factor, kl = self._furthest(rollout, before, after, excess, limit)
-            return CeilingResult(factor, start, start if kl is None else kl, uncut.mean)
-        lower, kl_lower, factor = (after, uncut.mean, 1.0) if uncut.mean < start else (before, start, 0.0)
-        if self.reference is None:
-            self._place(lower, lower, 0.0)
-            return CeilingResult(factor, start, kl_lower, uncut.mean)
-        _, kl = self._furthest(rollout, self.reference(), lower, excess, limit)
-        return CeilingResult(0.0, start, 0.0 if kl is None else kl, uncut.mean, pulled_back=True)
+        if self.reference is not None:
+            # The states of a scaled policy are nearer as well, so its forecast falls with the square too.
+            scaled = lambda kl, share: max(kl.mean / limit, share**2 * far)  # noqa: E731
+            share, after = self._towards(self.reference(), rollout, far, scaled)
+            return CeilingResult(share, start, 0.0 if after is None else after, uncut.mean, share)
+        if of_limit(measured) <= 1.0:
+            share, after = self._towards(before, rollout, far, lambda kl, _: of_limit(kl))
+            return CeilingResult(share, start, start if after is None else after, uncut.mean)
+        if uncut.mean < start:
+            return CeilingResult(1.0, start, uncut.mean, uncut.mean)
+        self._shrink(before, 0.0)
+        return CeilingResult(0.0, start, start, uncut.mean)
 
-    def _furthest(
-        self,
-        rollout: RolloutBatch,
-        inside: Sequence[Tensor],
-        outside: Sequence[Tensor],
-        excess: Callable[[Mean], float],
-        limit: float,
+    def _towards(
+        self, origin: Sequence[Tensor], rollout: RolloutBatch, over: float, of_limit: Callable[[Mean, float], float]
     ) -> tuple[float, float | None]:
-        """Find the farthest allowed point from `inside` (allowed) towards `outside`, by bisection.
+        """Go towards `origin` from a point that is at `over` times the limit, until `of_limit(KL, share)` is below 1.
 
-        Returns the share of the way, and the KL there; None at `inside` itself.
+        Returns the share of the way that is left, and the KL there; None at `origin` itself.
         """
-        low, high, kept = 0.0, 1.0, None
-        for _ in range(LINE_SEARCH_STEPS):
-            middle = (low + high) / 2
-            self._place(inside, outside, middle)
+        share = 1.0
+        for _ in range(MOST_TRIES if math.isfinite(over) else 0):
+            shrink = math.sqrt(CLOSE_ENOUGH / over)
+            share *= shrink
+            self._shrink(origin, shrink)
             kl = self.read_kl(rollout, True)
-            over = excess(kl)
-            if over <= 0:
-                low, kept = middle, kl.mean
-                if over > (CLOSE_ENOUGH - 1) * limit:
-                    break
-            else:
-                high = middle
-        self._place(inside, outside, low)
-        return low, kept
+            over = of_limit(kl, share)
+            if over <= 1.0:
+                return share, kl.mean
+            if not math.isfinite(over):
+                break
+        self._shrink(origin, 0.0)
+        return 0.0, None
 
     @torch.no_grad()
-    def _place(self, start: Sequence[Tensor], end: Sequence[Tensor], share: float) -> None:
-        for p, a, b in zip(self.parameters, start, end, strict=True):
-            p.copy_(torch.lerp(a.to(p), b.to(p), share) if share else a.to(p))  # `b` may not be finite
-
-
-def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [p.detach().clone() for p in parameters]
+    def _shrink(self, origin: Sequence[Tensor], share: float) -> None:
+        """origin + share (theta - origin)."""
+        for p, a in zip(self.parameters, origin, strict=True):
+            p.copy_(torch.lerp(a.to(p), p, share) if share else a.to(p))  # theta may not be finite

@@ -37,7 +37,6 @@ def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
         "kl/coef_next": update.coef_next,
         "kl/ceiling": config.kl.ceiling_value,
         "kl/backtrack_factor": move.factor,
-        "kl/pulled_back": float(move.pulled_back),
         "kl/scale": move.scale,
         "kl/after_update": move.kl_after,
     }
