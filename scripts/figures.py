@@ -24,6 +24,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_kl.cli import run as rlhf_kl
+from rlhf_kl.report.drawing import for_dark_pages
 from rlhf_kl.run.log import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,9 +198,18 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
         about = {"what": what, "command": line, "commit": at, "date": str(date.today()), "machine": machine()}
         RESULTS.mkdir(exist_ok=True)
         write_json(result, about | {"seeds": seeds_of(found), "figures": read(found)})
-        for drawn, shown in PICTURES.get(name, {}).items():
-            shutil.copy(folder / name / f"{drawn}.png", ROOT / ".github" / "images" / f"{shown}.png")
+        if name in PICTURES:
+            copy_pictures(name, folder, "")
+            with for_dark_pages():
+                rlhf_kl(placed[2:])  # the finished runs are only drawn again
+            copy_pictures(name, folder, "-dark")
     return not done.returncode
+
+
+def copy_pictures(name: str, folder: Path, suffix: str) -> None:
+    """Those of a measurement that README and guide show."""
+    for drawn, shown in PICTURES[name].items():
+        shutil.copy(folder / name / f"{drawn}.png", ROOT / ".github" / "images" / f"{shown}{suffix}.png")
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -23,9 +23,10 @@ from rlhf_kl.kl_controllers.held import BAND
 from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.text import format_number
 
-# name: (on light, on dark). Light values are what matplotlib draws; pages replace them by var(--name).
+# name: (on light, on dark). Pages replace the light values, as matplotlib draws them, by var(--name).
 # No two may be equal within a column. They can be told apart without colour vision.
 COLOURS = {
+    "page": ("#ffffff", "#15171a"),
     "ink": ("#1b1b1f", "#e8e8ec"),
     "muted": ("#5f6368", "#a3a7ae"),
     "grid": ("#dcdfe4", "#33373d"),
@@ -103,9 +104,23 @@ def with_values(charts: Iterable[Chart | None]) -> list[Chart]:
     return [chart for chart in charts if chart is not None and any(line.x for line in chart.lines)]
 
 
+_dark = False  # whether pictures are drawn for dark pages
+
+
+@contextmanager
+def for_dark_pages() -> Iterator[None]:
+    """Draws files for dark pages."""
+    global _dark
+    _dark = True
+    try:
+        yield
+    finally:
+        _dark = False
+
+
 def colour(name: str) -> str:
-    """The colour as it is drawn on white."""
-    return COLOURS[name][0]
+    """The colour as it is drawn."""
+    return COLOURS[name][_dark]
 
 
 def css() -> str:
@@ -124,7 +139,7 @@ def thin(values: Sequence[float]) -> list[float]:
 
 
 def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "") -> None:
-    """Charts side by side under a heading, on white; a single one is legible at the width of a phone.
+    """Charts side by side under a heading; a single one is legible at the width of a phone.
 
     The format is that of the path's suffix.
     """
@@ -253,6 +268,7 @@ def _picture_style(size: float) -> Iterator[None]:
         "axes.grid": True, "axes.grid.axis": "y", "grid.color": grid, "grid.linewidth": 0.7,
         "xtick.color": muted, "xtick.labelsize": small, "xtick.major.size": 3,
         "ytick.color": muted, "ytick.labelsize": small, "ytick.major.size": 0,
+        "figure.facecolor": colour("page"), "axes.facecolor": colour("page"),
         "text.color": colour("ink"), "text.parse_math": False,  # names are text, whatever they hold
         "svg.fonttype": "none", "svg.hashsalt": "rlhf-kl",
     }  # fmt: skip

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-from rlhf_kl.report.drawing import COLOURS, Chart, Line, marks, save_sheet, svg, thin
+from matplotlib.image import imread
+
+from rlhf_kl.report.drawing import COLOURS, Chart, Line, for_dark_pages, marks, save_sheet, svg, thin
 
 NAME = "<script>$x_1$ 字"
 LINES = [  # a log axis cannot show 0
@@ -65,6 +67,15 @@ def test_png_files(tmp_path: Path) -> None:
         assert data.startswith(b"\x89PNG")
         assert 700 < int.from_bytes(data[16:20], "big") < 1100  # pixels wide
         assert len(data) < 200_000
+
+
+def test_a_picture_for_dark_pages_is_dark(tmp_path: Path) -> None:
+    save_sheet([CHART], tmp_path / "light.png")
+    with for_dark_pages():
+        save_sheet([CHART], tmp_path / "dark.png")
+    corners = [imread(tmp_path / f"{name}.png")[0, 0, :3].mean() for name in ("light", "dark")]
+    assert corners[0] == 1.0
+    assert corners[1] < 0.1
 
 
 def test_long_lines_become_means_of_segments() -> None:

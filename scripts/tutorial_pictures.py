@@ -1,0 +1,58 @@
+"""The pictures of step 4 of the tutorial: total reward over KL, and the KL over beta by the formula and by runs.
+
+    python scripts/tutorial_pictures.py      .github/images/tutorial.png and tutorial-dark.png, in a second
+
+The runs are those of scripts/results/what_beta_does.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlhf_kl.report.drawing import ORDERED, Chart, Line, for_dark_pages, marks, save_sheet
+
+ROOT = Path(__file__).resolve().parents[1]
+BETAS = (0.05, 0.1, 0.2, 0.5)
+GAIN = 2.0  # of the score for a KL of 1: score = GAIN sqrt(KL)
+MOST = 128.0  # KL of the picture
+
+
+def total(kl: float, beta: float) -> float:
+    """Score less penalty."""
+    return GAIN * kl**0.5 - beta * kl
+
+
+def best_kl(beta: float) -> float:
+    """The KL of the highest total: its derivative, GAIN / (2 sqrt(KL)) - beta, is 0."""
+    return (GAIN / (2 * beta)) ** 2
+
+
+def main() -> None:
+    """Draw both files."""
+    kls = [MOST * i / 400 for i in range(401)]
+    totals, tops = [], []
+    for tint, beta in zip(ORDERED[::2] + ORDERED[1:2], BETAS, strict=True):
+        totals.append(Line(f"beta {beta:g}", tint, kls, [total(kl, beta) for kl in kls]))
+        top = best_kl(beta)
+        if top <= MOST:
+            tops.append(marks("", tint, [top], [total(top, beta)]))
+    smooth = [0.05 * 10 ** (i / 40) for i in range(41)]
+    runs = json.loads((ROOT / "scripts" / "results" / "what_beta_does.json").read_text(encoding="utf-8"))["figures"]
+    tried = sorted((float(name.removeprefix("beta-")), figures["kl"]["mean"]) for name, figures in runs.items())
+    charts = [
+        Chart("total", "Total reward, by the formula", "2 sqrt(KL) - beta KL", [*totals, *tops], xlabel="KL",
+              ylim=(-5.0, 17.0)),
+        Chart("formula", "KL of the highest total", "KL", [Line("", "kl", smooth, [best_kl(b) for b in smooth])],
+              xlabel="beta", log="xy"),
+        Chart("runs", "KL of real runs", "nats per token", [Line("", "kl", *zip(*tried, strict=True), marker="o")],
+              xlabel="beta", log="xy"),
+    ]  # fmt: skip
+    images = ROOT / ".github" / "images"
+    save_sheet(charts, images / "tutorial.png", columns=3)
+    with for_dark_pages():
+        save_sheet(charts, images / "tutorial-dark.png", columns=3)
+
+
+if __name__ == "__main__":
+    main()
