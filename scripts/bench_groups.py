@@ -67,8 +67,10 @@ TODAY: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 640, "num_hidden_layers": 18}
     | {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048}
     | {"query_pre_attn_scalar": 256, "sliding_window": 512},
-    "qwen": {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 2}
-    | {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True},
+    # A Llama, as transformers reads the tokenizer of a Qwen2 as byte pairs whatever its file holds.
+    "qwen": {"model_type": "llama", "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 2}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}
+    | {"attention_bias": True},
 }
 SCORER = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -30,7 +30,7 @@ from rlhf_kl.ppo.reference import (
     score_samples,
 )
 from rlhf_kl.ppo.rollout import draw, measure, response_layout
-from rlhf_kl.ppo.states import ReferenceStates
+from rlhf_kl.ppo.states import PASS_ROWS, ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.program import shell_command
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -148,7 +148,7 @@ def sample_references(
 ) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
     drawn = list[ReferenceSamples]()
-    size = max(1, config.rollout.batch_size // ranks.count)
+    size = max(PASS_ROWS, config.rollout.batch_size // ranks.count)  # a step for 16 rows takes half of one for 64
     seed = config.run.seed
 
     def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:

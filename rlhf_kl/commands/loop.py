@@ -312,7 +312,8 @@ def evaluate_policy(
     prompts = setup.heldout.batch(1, rows=plan.responses)
     texts, rows = ranks.mine(setup.texts[: plan.texts]), ranks.mine(range(len(prompts)))
 
-    other_start = step == 1 and not setup.reference_is_initial_policy  # else the first row has the reference's figures
+    same = step == 1 and setup.reference_is_initial_policy  # then the first row has the reference's figures
+    other_start = step == 1 and not same
 
     model_and_data = (setup.policy, setup.reference, prompts, rows, config.run.seed, setup.sampling, setup.tokenizer)
     size = config.rollout.batch_size // ranks.count
@@ -321,9 +322,9 @@ def evaluate_policy(
         models = [setup.policy, setup.reference] if other_start else [setup.policy]
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             sums = [text_sums(model, setup.tokenizer, texts) for model in models]
-            pair = policy_samples(*model_and_data, setup.scorers, batch_size=size, cached=setup.cached)
-            options: dict[str, Any] = {"scorers": setup.scorers, "batch_size": size, "both": step == 1}
-            return sums, pair + typical_samples(pair[0], *model_and_data, **options)
+            options: dict[str, Any] = {"scorers": setup.scorers, "batch_size": size, "same": same}
+            pair = policy_samples(*model_and_data, cached=setup.cached, **options)
+            return sums, pair + typical_samples(pair[0], *model_and_data, both=step == 1, **options)
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
     own, other, *more = map(Samples.joined, zip(*samples, strict=True))

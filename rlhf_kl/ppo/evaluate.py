@@ -83,6 +83,7 @@ def policy_samples(
     purpose: str = "evaluation",
     shown: int = SHOWN,
     both: bool = True,
+    same: bool = False,
 ) -> tuple[Samples, Samples]:
     """One response of policy and of reference (if any) to each prompt of `part`, at most `batch_size` at a time.
 
@@ -90,7 +91,8 @@ def policy_samples(
     policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
     2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: for so many of the
     prompts the tokens are kept, and the reference's responses are scored too, after all of the policy's.
-    `both`: else the reference only reads, and has no samples. `advance(n)` is called after every n responses.
+    `both`: else the reference only reads, and has no samples. `same`: the policy is still the reference, so its samples
+    are those of both. `advance(n)` is called after every n responses.
     Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
@@ -125,9 +127,11 @@ def policy_samples(
             yield responses
 
     cached = {} if cached is None else cached
-    drawn = [] if reference is None or not both else list(sampled_by(other, reference, policy, cached))
-    for responses in sampled_by(own, policy, reference, {}):
+    drawn = [] if reference is None or not both or same else list(sampled_by(other, reference, policy, cached))
+    for responses in sampled_by(own, policy, reference, cached if same else {}):
         own.score(scorers, responses)
+    if same:
+        return own, own
     left = shown - part.start
     for responses in drawn:
         if left > 0:

@@ -265,6 +265,19 @@ def test_the_samples_of_the_reference_are_drawn_once(
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
 
+def test_a_policy_that_is_still_its_reference_is_sampled_once(new_model: Make, letters: Any, prompts: Prompts) -> None:
+    policy, reference, later = (LM(new_model(seed=seed)) for seed in (2, 2, 3))
+    rest, drawn = (prompts, range(12), 0, SAMPLING, letters), dict[Any, Any]()
+    both = policy_samples(policy, reference, *rest, scorers=WITH_GOLD)
+    for one, expected in zip(
+        policy_samples(policy, reference, *rest, scorers=WITH_GOLD, cached=drawn, same=True), both, strict=True
+    ):
+        assert (one.texts, one.lengths, one.scores[:2]) == (expected.texts, expected.lengths, expected.scores[:2])
+        assert one.kl == pytest.approx(expected.kl, abs=1e-6)
+    # Later these are the samples of the reference.
+    assert policy_samples(later, reference, *rest, cached=drawn) == policy_samples(later, reference, *rest)
+
+
 def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_processes(
     new_model: Make, letters: Any, prompts: Prompts
 ) -> None:
