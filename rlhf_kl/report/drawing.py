@@ -183,8 +183,8 @@ def svg(chart: Chart) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
         columns = _hover_columns(chart, axes, height)
     _, _, body = buffer.getvalue().partition("<svg ")
-    for name, (light, _) in COLOURS.items():
-        body = body.replace(light, f"var(--{name})")
+    for name in COLOURS:
+        body = body.replace(colour(name), f"var(--{name})")
     body = body.replace("</svg>", f"<g>{columns}</g></svg>")
     return f'<svg class="chart" role="img" aria-label="{escape(chart.title)}" {body}'
 

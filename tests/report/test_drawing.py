@@ -73,6 +73,7 @@ def test_a_picture_for_dark_pages_is_dark(tmp_path: Path) -> None:
     save_sheet([CHART], tmp_path / "light.png")
     with for_dark_pages():
         save_sheet([CHART], tmp_path / "dark.png")
+        assert not {dark for _, dark in COLOURS.values()} & set(re.findall(r"#[0-9a-f]{6}\b", svg(CHART)))
     corners = [imread(tmp_path / f"{name}.png")[0, 0, :3].mean() for name in ("light", "dark")]
     assert corners[0] == 1.0
     assert corners[1] < 0.1
