@@ -30,7 +30,7 @@ from rlhf_kl.ppo.reference import (
     score_samples,
 )
 from rlhf_kl.ppo.rollout import draw, measure, response_layout
-from rlhf_kl.ppo.states import PASS_ROWS, ReferenceStates
+from rlhf_kl.ppo.states import PASS_ROWS, PASS_TOKENS, ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.program import shell_command
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -143,12 +143,21 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
     return samples.shaped(shaping, normalize=section.normalize)
 
 
+def rows_at_once(batch: int, longest: int) -> int:
+    """Responses that the reference samples together: a run's own `batch`, or more where all are short.
+
+    A step of decoding for 16 rows takes half as long as one for 64; a batch may be small since its texts are long.
+    """
+    return max(1, batch, min(PASS_ROWS, PASS_TOKENS["cpu"] // longest))
+
+
 def sample_references(
     config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
 ) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
     drawn = list[ReferenceSamples]()
-    size = max(PASS_ROWS, config.rollout.batch_size // ranks.count)  # a step for 16 rows takes half of one for 64
+    longest = max(map(len, setup.prompts.table.ids)) + setup.sampling.max_new_tokens
+    size = rows_at_once(config.rollout.batch_size // ranks.count, longest)
     seed = config.run.seed
 
     def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:

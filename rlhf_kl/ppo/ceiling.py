@@ -18,7 +18,7 @@ from rlhf_kl.types import RolloutBatch
 
 MOST_TRIES = 6
 SURE = 3.0  # standard errors below the limit at which a KL by some of the states is enough
-CLOSE_ENOUGH = 0.97  # of the limit: where a shortened update shall end
+AIM = 0.97  # of the limit: where an update that is made smaller shall end
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
 PRIOR_CHANGE = 0.15  # of the target: the prior of the forecast weighs as much as one change of the KL of this size
 GAIN_BOUNDS = (0.25, 3.0)
@@ -155,8 +155,9 @@ class Ceiling:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
         if self.reference is not None:
             # The states of a scaled policy are nearer as well, so its forecast falls with the square too.
-            scaled = lambda kl, share: max(kl.mean / limit, share**2 * far)  # noqa: E731
-            share, after = self._towards(self.reference(), rollout, far, scaled)
+            share, after = self._towards(
+                self.reference(), rollout, far, lambda kl, share: max(kl.mean / limit, share**2 * far)
+            )
             return CeilingResult(share, start, 0.0 if after is None else after, uncut.mean, share)
         if of_limit(measured) <= 1.0:
             share, after = self._towards(before, rollout, far, lambda kl, _: of_limit(kl))
@@ -175,7 +176,7 @@ class Ceiling:
         """
         share = 1.0
         for _ in range(MOST_TRIES if math.isfinite(over) else 0):
-            shrink = math.sqrt(CLOSE_ENOUGH / over)
+            shrink = math.sqrt(AIM / over)
             share *= shrink
             self._shrink(origin, shrink)
             kl = self.read_kl(rollout, True)

@@ -129,6 +129,13 @@ def test_a_forecast_that_sees_no_relief_does_not_send_the_policy_to_its_referenc
     assert result.kl_after == pytest.approx(0.97, abs=0.01)
 
 
+def test_a_kl_that_is_no_number_on_the_way_sends_the_policy_to_its_reference() -> None:
+    point = Point(0.1, 4.0, lambda x: x * x if x > 2.0 or x == 0.0 else math.nan)
+    ceiling = point.ceiling(1.0)
+    result = ceiling.hold(None, [], Mean(0.01, 0.0))  # type: ignore[arg-type]
+    assert (result.factor, result.scale, result.kl_after, point.place) == (0.0, 0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(("end", "kept"), [(2.0, 2.0), (4.0, 3.0)])
 def test_where_no_reference_lies_on_a_line_the_lower_of_both_ends_is_kept(end: float, kept: float) -> None:
     point = Point(3.0, end)

@@ -265,15 +265,20 @@ def test_the_samples_of_the_reference_are_drawn_once(
     assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
 
-def test_a_policy_that_is_still_its_reference_is_sampled_once(new_model: Make, letters: Any, prompts: Prompts) -> None:
+def test_a_policy_that_is_still_its_reference_is_sampled_once(
+    new_model: Make, letters: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy, reference, later = (LM(new_model(seed=seed)) for seed in (2, 2, 3))
     rest, drawn = (prompts, range(12), 0, SAMPLING, letters), dict[Any, Any]()
     both = policy_samples(policy, reference, *rest, scorers=WITH_GOLD)
+    calls = list[Any]()
+    monkeypatch.setattr("rlhf_kl.ppo.evaluate.sample", lambda *words: calls.append(words) or sample(*words))
     for one, expected in zip(
         policy_samples(policy, reference, *rest, scorers=WITH_GOLD, cached=drawn, same=True), both, strict=True
     ):
         assert (one.texts, one.lengths, one.scores[:2]) == (expected.texts, expected.lengths, expected.scores[:2])
         assert one.kl == pytest.approx(expected.kl, abs=1e-6)
+    assert len(calls) == 1
     # Later these are the samples of the reference.
     assert policy_samples(later, reference, *rest, cached=drawn) == policy_samples(later, reference, *rest)
 
