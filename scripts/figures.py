@@ -36,6 +36,7 @@ PICTURES = {  # of README and guide, by the file that a measurement draws
     "curves": {"compare": "curves"},
     "sweep_target": {"targets": "targets"},
 }
+DARK = {"adaptive_or_fixed": "compare"}  # of README, which browsers show dark
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak")
 
 
@@ -198,18 +199,14 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
         about = {"what": what, "command": line, "commit": at, "date": str(date.today()), "machine": machine()}
         RESULTS.mkdir(exist_ok=True)
         write_json(result, about | {"seeds": seeds_of(found), "figures": read(found)})
-        if name in PICTURES:
-            copy_pictures(name, folder, "")
+        images = ROOT / ".github" / "images"
+        for drawn, shown in PICTURES.get(name, {}).items():
+            shutil.copy(folder / name / f"{drawn}.png", images / f"{shown}.png")
+        if name in DARK:
             with for_dark_pages():
                 rlhf_kl(placed[2:])  # the finished runs are only drawn again
-            copy_pictures(name, folder, "-dark")
+            shutil.copy(folder / name / f"{DARK[name]}.png", images / f"{DARK[name]}-dark.png")
     return not done.returncode
-
-
-def copy_pictures(name: str, folder: Path, suffix: str) -> None:
-    """Those of a measurement that README and guide show."""
-    for drawn, shown in PICTURES[name].items():
-        shutil.copy(folder / name / f"{drawn}.png", ROOT / ".github" / "images" / f"{shown}{suffix}.png")
 
 
 def main(words: Sequence[str] | None = None) -> int:

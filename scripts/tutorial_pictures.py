@@ -1,6 +1,6 @@
-"""The pictures of step 4 of the tutorial: total reward over KL, and the KL over beta by the formula and by runs.
+"""The picture of step 4 of the tutorial: total reward over KL, and the KL over beta by the formula and by runs.
 
-    python scripts/tutorial_pictures.py      .github/images/tutorial.png and tutorial-dark.png, in a second
+    python scripts/tutorial_pictures.py      .github/images/tutorial.png, in a second
 
 The runs are those of scripts/results/what_beta_does.json.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhf_kl.report.drawing import ORDERED, Chart, Line, for_dark_pages, marks, save_sheet
+from rlhf_kl.report.drawing import ORDERED, Chart, Line, marks, save_sheet
 
 ROOT = Path(__file__).resolve().parents[1]
 BETAS = (0.05, 0.1, 0.2, 0.5)
@@ -29,7 +29,7 @@ def best_kl(beta: float) -> float:
 
 
 def main() -> None:
-    """Draw both files."""
+    """Draw the file."""
     kls = [MOST * i / 400 for i in range(401)]
     totals, tops = [], []
     for tint, beta in zip(ORDERED[::2] + ORDERED[1:2], BETAS, strict=True):
@@ -48,10 +48,7 @@ def main() -> None:
         Chart("runs", "KL of real runs", "nats per token", [Line("", "kl", *zip(*tried, strict=True), marker="o")],
               xlabel="beta", log="xy"),
     ]  # fmt: skip
-    images = ROOT / ".github" / "images"
-    save_sheet(charts, images / "tutorial.png", columns=3)
-    with for_dark_pages():
-        save_sheet(charts, images / "tutorial-dark.png", columns=3)
+    save_sheet(charts, ROOT / ".github" / "images" / "tutorial.png", columns=3)
 
 
 if __name__ == "__main__":
