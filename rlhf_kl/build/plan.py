@@ -13,14 +13,14 @@ from statistics import fmean
 from rlhf_kl.build.parts import Setup
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.text import encode_all
-from rlhf_kl.ppo.checks import CHECKED_ROWS
-from rlhf_kl.ppo.evaluate import MORE, SHOWN
+from rlhf_kl.ppo.checks import CHECKED_ROWS, CHECKED_TOKENS
+from rlhf_kl.ppo.evaluate import EACH, SHOWN
 from rlhf_kl.ppo.reference import ReferenceScores
 
 SHARE = 0.15  # of a run's time for the start and all evaluations
 # Passes for each token of prompt and response, measured on a CPU (0.3M to 135M parameters; the head included):
 SAMPLED = 1.3
-MEASURED = SAMPLED + 2.0  # sampled, and read by policy and reference
+READ = 2.0  # by policy and reference
 UPDATED = SAMPLED + 1.5  # without the epochs: the reference, and half of the responses after the update
 EPOCH = 3.0  # forward and backward
 EVERY = 10  # updates between two evaluations, if each has ENOUGH texts and responses
@@ -48,18 +48,22 @@ class EvalPlan:
 
 def plan_evaluations(config: TrainConfig, setup: Setup, scores: ReferenceScores, before: EvalPlan | None) -> EvalPlan:
     """The plan for a config; what it leaves to `auto` stays as `before`, the plan of the run that goes on."""
-    length = fmean(map(len, setup.prompts.table.ids)) + scores.length
+    prompt = fmean(map(len, setup.prompts.table.ids))
+    length = prompt + scores.length
     batch, updates, most = config.rollout.batch_size, config.updates, setup.heldout.batch_size
     written, documents = config.eval.every, config.eval.max_documents
     read = [0, *accumulate(map(len, encode_all(setup.tokenizer, setup.texts, bos=True)))]  # by the first n texts
-    start = length * (SAMPLED * len(scores.shaped) + MEASURED * min(CHECKED_ROWS, batch))
+    checked = (prompt + min(CHECKED_TOKENS, scores.length)) * min(CHECKED_ROWS, batch)
+    start = SAMPLED * length * len(scores.shaped) + (SAMPLED + READ) * checked
     training = updates * batch * length * (UPDATED + EPOCH * config.ppo.epochs)
     room = SHARE / (1.0 - SHARE) * training - start
 
     def plan(every: int) -> EvalPlan:
         count = 1 + -(-updates // every)
-        response = MEASURED * length * (1.0 + 1.0 / count)  # the reference's are drawn once
-        more = response * MORE * SHOWN  # for the texts that are shown
+        # The reference's are drawn once, and read each time; at the start they may be the policy's own.
+        once = -READ if setup.reference_is_initial_policy else SAMPLED
+        response = length * (SAMPLED + 2.0 * READ + once / count)
+        more = response * (EACH - 1) * SHOWN  # for the texts that are shown
         each = room / count - more
 
         def responses(tokens: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
-from rlhf_kl.ppo.checks import check_start, checked_prompts
+from rlhf_kl.ppo.checks import CHECKED_TOKENS, check_start, checked_prompts
 from rlhf_kl.ppo.reference import (
     PLANS,
     ReferenceSamples,
@@ -29,8 +29,8 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import draw, measure, response_layout
-from rlhf_kl.ppo.states import PASS_ROWS, PASS_TOKENS, ReferenceStates
+from rlhf_kl.ppo.rollout import draw, measure, response_layout, rows_at_once
+from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.program import shell_command
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -143,21 +143,12 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
     return samples.shaped(shaping, normalize=section.normalize)
 
 
-def rows_at_once(batch: int, longest: int) -> int:
-    """Responses that the reference samples together: a run's own `batch`, or more where all are short.
-
-    A step of decoding for 16 rows takes half as long as one for 64; a batch may be small since its texts are long.
-    """
-    return max(1, batch, min(PASS_ROWS, PASS_TOKENS["cpu"] // longest))
-
-
 def sample_references(
     config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
 ) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
     drawn = list[ReferenceSamples]()
-    longest = max(map(len, setup.prompts.table.ids)) + setup.sampling.max_new_tokens
-    size = rows_at_once(config.rollout.batch_size // ranks.count, longest)
+    size = rows_at_once(config.rollout.batch_size // ranks.count, setup.prompts.table, setup.sampling)
     seed = config.run.seed
 
     def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:
@@ -181,8 +172,9 @@ def sample_references(
 def check_policy(config: TrainConfig, setup: Setup) -> None:
     """The fatal checks, on samples of the starting policy."""
     prompts = checked_prompts(setup.prompts)
-    noise = uniforms(len(prompts), setup.sampling.max_new_tokens, config.run.seed, "start")
-    sampled = draw(setup.policy, prompts, noise, setup.sampling)
+    sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
+    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
+    sampled = draw(setup.policy, prompts, noise, sampling)
     layout = response_layout(prompts, sampled)
     plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)

@@ -70,6 +70,7 @@ def evaluate(
     with ui.progress("loading torch"):
         from rlhf_kl.commands.heldout import HeldOut, joined, of_reference
         from rlhf_kl.commands.samples import heldout_rows
+        from rlhf_kl.ppo.evaluate import asked
         from rlhf_kl.run.log import encode_json
 
     options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
@@ -79,12 +80,12 @@ def evaluate(
         figures["reference"] = held.perplexity("reference")
     if model is None:
         prompts, different = held.prompts(samples)
-        sampled, own, other = held.sampled(prompts, "policy and reference")
-        more = held.typical(prompts, own)
-        rows = heldout_rows(prompts, held.tokenizer, (own, more[0]), (other, more[1]))
+        every, firsts = asked(prompts, held.scorers)
+        sampled, own, other = held.sampled(every, firsts, "policy and reference")
+        rows = heldout_rows(every, firsts, held.tokenizer, own, other)
         found = {"prompts": different, "responses": len(prompts), "texts": grouped(rows)}
         figures = joined(figures, sampled) | found
-        figures["reference"] = joined(figures["reference"], of_reference(own, other))
+        figures["reference"] = joined(figures["reference"], of_reference(own.pick(firsts), other.pick(firsts)))
     if as_json:
         print(encode_json(figures, indent=2).decode())
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
-from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.ppo.evaluate import (
     NO_SCORERS,
@@ -27,10 +27,10 @@ from rlhf_kl.ppo.evaluate import (
     figures_of,
     policy_samples,
     text_errors,
-    typical_samples,
 )
+from rlhf_kl.ppo.rollout import rows_at_once
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.types import Prompts, Sampling
+from rlhf_kl.types import Prompts
 from rlhf_kl.ui import log
 
 
@@ -99,41 +99,36 @@ class HeldOut:
         return PromptStream(kept, several, self.config.run.seed).batch(1), len(kept)
 
     def sampled(
-        self, prompts: Prompts, name: str, cached: CachedSamples | None = None
+        self, prompts: Prompts, firsts: Sequence[int], name: str, cached: CachedSamples | None = None
     ) -> tuple[dict[str, Any], Samples, Samples]:
-        """Figures of the policy on the prompts by the keys of `eval --json`, its samples and those of the reference.
+        """Figures of the policy by the keys of `eval --json`, its samples and those of the reference.
 
-        `cached`: as in `policy_samples`; if it holds the reference's samples, these are not scored again.
+        The figures are of the `firsts` of the prompts; see `asked`. `cached`: as in `policy_samples`.
         """
-        again = bool(cached)
         with ui.progress(f"sampling {len(prompts)} responses: {name}", 2 * len(prompts)) as advance:
-            own, other = policy_samples(
-                *self._sampling(prompts),
+            every = policy_samples(
+                self.policy,
+                self.reference,
+                prompts,
+                range(len(prompts)),
+                self.config.run.seed,
+                self.sampling,
+                self.tokenizer,
                 self.scorers,
-                batch_size=self.config.rollout.batch_size,
+                batch_size=rows_at_once(self.config.rollout.batch_size, prompts, self.sampling),
                 advance=advance,
                 cached=cached,
-                shown=0 if again else len(prompts),
+                shown=len(prompts),
             )
+        own, other = (samples.pick(firsts) for samples in every)
         events: list[Event] = []
         figures = figures_of(own, other, events)
         for alert in worded(events):
             log.warning(alert)
         if unscored := figures.pop("unscored"):
-            log.warning(f"scores: the reward returned None for {unscored} of {len(prompts)} responses: left out")
+            log.warning(f"scores: the reward returned None for {unscored} of {len(firsts)} responses: left out")
         forgetting = {"forward_kl_token": errors_of(other)["kl_token"]}
-        return figures | {"standard_errors": errors_of(own) | forgetting}, own, other
-
-    def typical(self, prompts: Prompts, before: Samples) -> tuple[Samples, Samples]:
-        """See `typical_samples`."""
-        with ui.progress("sampling more responses for the texts"):
-            size = self.config.rollout.batch_size
-            return typical_samples(before, *self._sampling(prompts), scorers=self.scorers, batch_size=size)
-
-    def _sampling(self, prompts: Prompts) -> tuple[LM, LM, Prompts, range, int, Sampling, Any]:
-        assert self.reference is not None
-        every, seed = range(len(prompts)), self.config.run.seed
-        return self.policy, self.reference, prompts, every, seed, self.sampling, self.tokenizer
+        return figures | {"standard_errors": errors_of(own) | forgetting}, *every
 
 
 def of_reference(own: Samples, other: Samples) -> dict[str, Any]:

@@ -26,14 +26,15 @@ from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.evaluate import (
     Samples,
+    asked,
     distinct_2,
     errors_of,
     figures_of,
     policy_samples,
     text_errors,
-    typical_samples,
 )
 from rlhf_kl.ppo.metrics import update_row
+from rlhf_kl.ppo.rollout import rows_at_once
 from rlhf_kl.report.card import model_card
 from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
 from rlhf_kl.rewards.scorer import mean_metrics
@@ -309,25 +310,25 @@ def evaluate_policy(
     `events` gets what is left out. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
-    prompts = setup.heldout.batch(1, rows=plan.responses)
+    prompts, firsts = asked(setup.heldout.batch(1, rows=plan.responses), setup.scorers)
     texts, rows = ranks.mine(setup.texts[: plan.texts]), ranks.mine(range(len(prompts)))
 
     same = step == 1 and setup.reference_is_initial_policy  # then the first row has the reference's figures
     other_start = step == 1 and not same
 
     model_and_data = (setup.policy, setup.reference, prompts, rows, config.run.seed, setup.sampling, setup.tokenizer)
-    size = config.rollout.batch_size // ranks.count
+    size = rows_at_once(config.rollout.batch_size // ranks.count, prompts, setup.sampling)
 
-    def evaluate() -> tuple[list[TextSums], tuple[Samples, ...]]:
+    def evaluate() -> tuple[list[TextSums], tuple[Samples, Samples]]:
         models = [setup.policy, setup.reference] if other_start else [setup.policy]
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             sums = [text_sums(model, setup.tokenizer, texts) for model in models]
-            options: dict[str, Any] = {"scorers": setup.scorers, "batch_size": size, "same": same}
-            pair = policy_samples(*model_and_data, cached=setup.cached, **options)
-            return sums, pair + typical_samples(pair[0], *model_and_data, both=step == 1, **options)
+            options: dict[str, Any] = {"batch_size": size, "cached": setup.cached, "same": same}
+            return sums, policy_samples(*model_and_data, setup.scorers, **options)
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
-    own, other, *more = map(Samples.joined, zip(*samples, strict=True))
+    every = tuple(map(Samples.joined, zip(*samples, strict=True)))
+    own, other = (each.pick(firsts) for each in every)
     by_model = list(zip(*sums, strict=True))
     text, *of_reference = map(perplexity_of, by_model)
     figures = figures_of(own, other, events)
@@ -339,5 +340,5 @@ def evaluate_policy(
     for perplexity in of_reference:
         row["eval/reference_perplexity"] = perplexity.perplexity
         row["eval/reference_distinct_2"] = distinct_2(other.texts)
-    at_start, columns = (other, more[1]) if step == 1 else None, setup.scorers.column_names
-    return row, heldout_rows(prompts, setup.tokenizer, (own, more[0]), at_start, columns)
+    at_start, columns = every[1] if step == 1 else None, setup.scorers.column_names
+    return row, heldout_rows(prompts, firsts, setup.tokenizer, every[0], at_start, columns)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_kl.ppo.evaluate import MORE, SHOWN, Samples, from_median, token_rows
+from rlhf_kl.ppo.evaluate import SHOWN, Samples, from_median, token_rows
 from rlhf_kl.report.texts import HELD_OUT
 from rlhf_kl.rewards.scorer import GOLD, REWARD
 from rlhf_kl.types import Prompts, RolloutBatch
@@ -49,33 +49,36 @@ def sample_rows(
 
 def heldout_rows(
     prompts: Prompts,
+    firsts: Sequence[int],
     tokenizer: Any,
-    own: Sequence[Samples],
-    other: Sequence[Samples] | None,
+    own: Samples,
+    other: Samples | None,
     columns: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """What the policy answers to the first held-out prompts, and where it is given what the reference answers.
 
-    `own`, `other`: the responses of a model, and its `typical_samples`. Of all to a prompt the one of the median score
-    is shown, with the mean score; where none or one is scored, the first.
+    `prompts`, `firsts`: of `asked`. Of all responses to a prompt the one of the median score is shown, with the mean
+    score; where none or one is scored, the first.
     """
+    ends = [*firsts[1:], len(prompts)]
 
-    def response(several: Sequence[Samples], i: int, with_tokens: bool = False) -> dict[str, Any]:
-        first, more = several
-        every = [(first, i), *((more, j) for j in range(len(more.texts))[MORE * i : MORE * (i + 1)])]
-        scores = [math.nan if (score := score_at(each.scores, j)) is None else score for each, j in every]
+    def response(samples: Samples, i: int, with_tokens: bool = False) -> dict[str, Any]:
+        every = range(firsts[i], ends[i])
+        scores = [math.nan if (score := score_at(samples.scores, j)) is None else score for j in every]
         order = from_median(scores)
-        samples, j = every[order[0] if order[1:] else 0]
+        j = every[order[0] if order[1:] else 0]
         row = {"response": samples.texts[j], "score": score_at(samples.scores, j), "gold": score_at(samples.gold, j)}
         if order[1:]:
             row |= {"score_mean": fmean(scores[k] for k in order), "of": len(order)}
         return row | ({"kl": samples.kl[j], "tokens": token_rows(tokenizer, *samples.tokens[j])} if with_tokens else {})
 
+    # One prompt that stands for several is shown once.
+    texts = dict.fromkeys(prompts.texts[first] for first in firsts[:SHOWN])
     return [
-        {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompts.rows[i], columns, {})}
+        {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompts.rows[firsts[i]], columns, {})}
         | response(own, i, with_tokens=True)
         | ({"reference": response(other, i)} if other is not None else {})
-        for i, prompt in enumerate(dict.fromkeys(prompts.texts[:SHOWN]))  # one prompt is answered more than once
+        for i, prompt in enumerate(texts)
     ]
 
 

@@ -122,7 +122,7 @@ class Scaled:
         self.place(share)
         name = f"scale {share:.3g}"
         figures = self.held.perplexity(name)
-        found, own, other = self.held.sampled(self.prompts, name, self.cached)
+        found, own, other = self.held.sampled(self.prompts, range(len(self.prompts)), name, self.cached)
         figures = joined(figures, found)
         if not self.reference:
             self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))

@@ -15,6 +15,7 @@ from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.types import Sampled
 
 CHECKED_ROWS = 64  # responses of the starting policy that the checks look at
+CHECKED_TOKENS = 8  # of each; `check_first` looks at whole ones
 LOG_RATIO_LIMIT = 1e-3  # float32; checked per token, since a mean ratio of 1 proves nothing
 LOG_RATIO_LIMIT_BF16 = 0.5  # one bf16 rounding of a hidden state moves a log-prob by hundredths
 KL_LIMIT, KL_LIMIT_BF16 = 1e-4, 1e-2

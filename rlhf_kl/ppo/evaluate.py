@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -25,7 +25,7 @@ from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
 
 ROWS = 32
 SHOWN = 2  # held-out prompts whose responses people read
-MORE = 7  # further responses to each of them: people read that of the median score
+EACH = 8  # responses to each of them: people read that of the median score
 NO_SCORERS = Scorers()
 
 
@@ -55,6 +55,12 @@ class Samples:
     failures: list[str] = field(default_factory=list)  # of the gold scorer
     tokens: list[list[list[Any]]] = field(default_factory=list)  # of the first `shown`: what `token_rows` reads
 
+    def pick(self, rows: Sequence[int]) -> Samples:
+        """The figures of these responses, as far as they are known."""
+        columns = {name: getattr(self, name) for name in ("kl", "lengths", "ended", "texts", "scores", "gold")}
+        picked: Any = {name: [each[i] for i in rows if i < len(each)] for name, each in columns.items()}
+        return Samples(**picked, failures=self.failures)
+
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
         """The samples of all ranks."""
@@ -66,6 +72,15 @@ class Samples:
         self.scores += values.get(REWARD, torch.empty(0)).tolist()
         self.gold += values.get(GOLD, torch.empty(0)).tolist()
         self.failures += failures
+
+
+def asked(prompts: Prompts, scorers: Scorers) -> tuple[Prompts, list[int]]:
+    """The prompts as they are asked, and where the first response to each is.
+
+    Each of the first `SHOWN` is asked `EACH` times in a row, if there is a score to choose by.
+    """
+    each = [EACH if i < SHOWN and scorers.scorers else 1 for i in range(len(prompts))]
+    return prompts.pick([i for i, count in enumerate(each) for _ in range(count)]), [0, *accumulate(each)][:-1]
 
 
 def policy_samples(
@@ -81,18 +96,17 @@ def policy_samples(
     advance: Callable[[int], None] = lambda _: None,
     cached: CachedSamples | None = None,
     purpose: str = "evaluation",
-    shown: int = SHOWN,
-    both: bool = True,
+    shown: int = SHOWN * EACH,
     same: bool = False,
 ) -> tuple[Samples, Samples]:
     """One response of policy and of reference (if any) to each prompt of `part`, at most `batch_size` at a time.
 
     The noise that decides the tokens depends on seed, `purpose` and the prompt's row: only the models differ. What a
     policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
-    2509.04259). `cached` keeps these, which are the same every time, for the next call. `shown`: for so many of the
-    prompts the tokens are kept, and the reference's responses are scored too, after all of the policy's.
-    `both`: else the reference only reads, and has no samples. `same`: the policy is still the reference, so its samples
-    are those of both. `advance(n)` is called after every n responses.
+    2509.04259). `cached` keeps these, which are the same every time, for the next call, which does not score them
+    again. `shown`: for so many of the prompts the tokens are kept, and the reference's responses are scored too, after
+    all of the policy's. `same`: the policy is still the reference, so its samples are those of both. `advance(n)` is
+    called after every n responses.
     Errors: InputError from a reward function.
     """
     noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
@@ -121,45 +135,23 @@ def policy_samples(
                 made.kl += float64(stats.exact_kl).sum(1).tolist()
                 read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
                 mask, *columns = (x.cpu() for x in read)  # at once: each read of a row would wait for a GPU
-                for i in range(min(shown - len(made.tokens), len(texts))):
+                for i in range(min(shown - part.start - len(made.tokens), len(texts))):
                     made.tokens.append([column[i][mask[i]].tolist() for column in columns])
             advance(len(texts))
             yield responses
 
     cached = {} if cached is None else cached
-    drawn = [] if reference is None or not both or same else list(sampled_by(other, reference, policy, cached))
+    left = 0 if cached else shown - part.start
+    drawn = [] if reference is None or same else list(sampled_by(other, reference, policy, cached))
     for responses in sampled_by(own, policy, reference, cached if same else {}):
         own.score(scorers, responses)
     if same:
         return own, own
-    left = shown - part.start
     for responses in drawn:
         if left > 0:
             other.score(scorers, responses.first(left))
         left -= len(responses.texts)
     return pair
-
-
-def typical_samples(
-    before: Samples,
-    policy: LM,
-    reference: LM | None,
-    prompts: Prompts,
-    part: range,
-    *arguments: Any,
-    scorers: Scorers,
-    **options: Any,
-) -> tuple[Samples, Samples]:
-    """`MORE` responses to each prompt of `part` that is among the first `SHOWN`, by noise of their own.
-
-    `before`: the policy's samples of `policy_samples`, whose arguments the others are. Empty if nothing is scored.
-    """
-    rows = range(min(SHOWN, len(prompts)) if scorers.scorers else 0)
-    again = prompts.pick([i for i in rows for _ in range(MORE)])
-    mine = range(MORE * min(part.start, len(rows)), MORE * min(part.stop, len(rows)))
-    scorers = scorers.trained if before.failures else scorers
-    options |= {"scorers": scorers, "purpose": "evaluation/typical", "shown": len(again)}
-    return policy_samples(policy, reference, again, mine, *arguments, **options)
 
 
 def from_median(scores: Sequence[float]) -> list[int]:

@@ -19,7 +19,7 @@ from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.ops.packing import Layout
-from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+from rlhf_kl.ppo.states import PASS_ROWS, PASS_TOKENS, ReferenceStates, StateFeatures
 from rlhf_kl.rewards.scorer import REWARD, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
 from rlhf_kl.run.log import Clock
@@ -42,6 +42,15 @@ def draw(policy: LM, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: 
     size = sized(len(prompts))
     places = [slice(start, start + size) for start in range(0, len(prompts), size)]
     return Sampled.concat([policy.sample(prompts[at], noise[at], sampling) for at in places], sampling.pad_id)
+
+
+def rows_at_once(batch: int, prompts: Prompts, sampling: Sampling) -> int:
+    """Responses that are drawn together beside the rollouts: a run's own `batch`, or more where all are short.
+
+    A step of decoding for 16 rows takes half as long as one for 64; a batch may be small since its texts are long.
+    """
+    longest = max(map(len, prompts.ids)) + sampling.max_new_tokens
+    return max(1, batch, min(PASS_ROWS, PASS_TOKENS["cpu"] // longest))
 
 
 class Rollouts:

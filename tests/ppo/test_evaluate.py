@@ -25,6 +25,7 @@ from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.text import decode_responses, encode
 from rlhf_kl.ppo.evaluate import (
     Samples,
+    asked,
     distinct_2,
     errors_of,
     figures_of,
@@ -32,7 +33,6 @@ from rlhf_kl.ppo.evaluate import (
     standard_error,
     token_rows,
     token_texts,
-    typical_samples,
 )
 from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
@@ -273,48 +273,48 @@ def test_a_policy_that_is_still_its_reference_is_sampled_once(
     both = policy_samples(policy, reference, *rest, scorers=WITH_GOLD)
     calls = list[Any]()
     monkeypatch.setattr("rlhf_kl.ppo.evaluate.sample", lambda *words: calls.append(words) or sample(*words))
-    for one, expected in zip(
-        policy_samples(policy, reference, *rest, scorers=WITH_GOLD, cached=drawn, same=True), both, strict=True
-    ):
+    once = policy_samples(policy, reference, *rest, scorers=WITH_GOLD, cached=drawn, same=True)
+    for one, expected in zip(once, both, strict=True):
         assert (one.texts, one.lengths, one.scores[:2]) == (expected.texts, expected.lengths, expected.scores[:2])
         assert one.kl == pytest.approx(expected.kl, abs=1e-6)
     assert len(calls) == 1
-    # Later these are the samples of the reference.
+    # Later these are the samples of the reference, which are scored once.
     assert policy_samples(later, reference, *rest, cached=drawn) == policy_samples(later, reference, *rest)
+    assert policy_samples(later, reference, *rest, scorers=WITH_GOLD, cached=drawn)[1].scores == []
 
 
 def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_processes(
     new_model: Make, letters: Any, prompts: Prompts
 ) -> None:
-    models, rest = [LM(new_model(seed=seed)) for seed in (3, 2)], (0, SAMPLING, letters)
-    first = policy_samples(*models, prompts, range(12), *rest, scorers=WITH_GOLD)
+    models, (every, firsts) = [LM(new_model(seed=seed)) for seed in (3, 2)], asked(prompts, WITH_GOLD)
+    assert (len(every), firsts) == (26, [0, 8, *range(16, 26)])
+    assert every.pick(firsts) == prompts
+    assert asked(prompts, Scorers()) == (prompts, list(range(12)))
 
-    def typical(*parts: range, scorers: Scorers = WITH_GOLD, **options: Any) -> list[Samples]:
-        each = [typical_samples(first[0], *models, prompts, part, *rest, scorers=scorers, **options) for part in parts]
+    def sampled(*parts: range, **options: Any) -> list[Samples]:
+        each = [policy_samples(*models, every, part, 0, SAMPLING, letters, WITH_GOLD, **options) for part in parts]
         return [Samples.joined(several) for several in zip(*each, strict=True)]
 
-    more = typical(range(12))
-    assert all(others.texts[0] != samples.texts[0] for samples, others in zip(first, more, strict=True))
-    for one, other in zip(more, typical(range(1), range(1, 7), range(7, 12), batch_size=2), strict=True):
-        assert (one.texts, one.scores, one.gold) == (other.texts, other.scores, other.gold)
-    assert [len(each.texts) for each in typical(range(12), both=False)] == [14, 0]
-    assert typical(range(12), scorers=Scorers()) == [Samples(), Samples()]
-    rows = heldout_rows(prompts, letters, *zip(first, more, strict=True))
+    pair = own, other = sampled(range(26))
+    assert [len(each.scores) for each in pair] == [26, 16]
+    for one, parts in zip(pair, sampled(range(5), range(5, 17), range(17, 26), batch_size=2), strict=True):
+        assert (one.texts, one.scores, one.gold) == (parts.texts, parts.scores, parts.gold)
+        assert len(one.tokens) == len(parts.tokens) == 16
+    rows = heldout_rows(every, firsts, letters, own, other)
     assert [row["prompt"] for row in rows] == prompts.texts[:2]
     for i, row in enumerate(rows):
-        for samples, others, shown in zip(first, more, (row, row["reference"]), strict=True):
-            texts = [samples.texts[i], *others.texts[7 * i : 7 * i + 7]]
+        for samples, shown in zip(pair, (row, row["reference"]), strict=True):
+            texts = samples.texts[8 * i : 8 * i + 8]
             assert len(set(texts)) > 2
             assert shown["response"] in texts
             assert shown["score"] == len(shown["response"]) == sorted(map(len, texts))[3]
             assert (shown["score_mean"], shown["of"]) == (fmean(map(len, texts)), 8)
         assert row["kl"] == pytest.approx(sum(token["kl"] for token in row["tokens"]), abs=1e-5)
-    own = first[0]
-    own.scores[0], more[0].scores[:7] = math.nan, [*[math.nan] * 5, 1.0, 2.0]
-    shown = heldout_rows(prompts, letters, (own, more[0]), None)[0]
-    assert (shown["response"], shown["score_mean"], shown["of"]) == (more[0].texts[5], 1.5, 2)
-    more[0].scores[5] = math.inf  # one score has no median
-    shown = heldout_rows(prompts, letters, (own, more[0]), None)[0]
+    own.scores[:8] = [*[math.nan] * 6, 1.0, 2.0]
+    shown, _ = heldout_rows(every, firsts, letters, own, None)
+    assert (shown["response"], shown["score_mean"], shown["of"]) == (own.texts[6], 1.5, 2)
+    own.scores[6] = math.inf  # one score has no median
+    shown = heldout_rows(every, firsts, letters, own, None)[0]
     assert (shown["response"], shown["score"], "of" in shown) == (own.texts[0], None, False)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.build.start import rows_at_once, starting_coef
+from rlhf_kl.build.start import starting_coef
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
@@ -195,11 +195,3 @@ def test_samples_are_enough_where_others_like_them_give_the_same_mean_and_beta()
     assert not draw(6, 80, 0.0, 0).are_enough(coef)
     assert draw(60, 8, 0.0, 0).are_enough(lambda _: 0.0)  # a run without a penalty has no beta to estimate
     assert not draw(60, 8, 0.0, 0, values=2).are_enough(coef)
-
-
-@pytest.mark.parametrize(
-    ("batch", "longest", "rows"), [(16, 40, 64), (16, 100, 40), (8, 1500, 8), (128, 40, 128), (0, 9000, 1)]
-)
-def test_short_responses_of_the_reference_are_drawn_together(batch: int, longest: int, rows: int) -> None:
-    """Long ones as the run's own, since a batch may be small for its memory."""
-    assert rows_at_once(batch, longest) == rows

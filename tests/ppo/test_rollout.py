@@ -16,7 +16,7 @@ from rlhf_kl.models.value import ActorCritic, FeatureCritic, HeadValue, frozen_l
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.ppo import states as reference_module
-from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, response_layout, sample
+from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
@@ -284,3 +284,9 @@ def test_what_a_reward_model_read_is_not_read_again(
     rows.clear()
     world.measure(sampled)
     assert rows == [1], "the one that was scored in other tokens, and no other"
+
+
+def test_short_responses_beside_the_rollouts_are_drawn_together(prompts_of: Make) -> None:
+    """Long ones as the run's own, since a batch may be small for its memory."""
+    for batch, longest, rows in ((16, 40, 64), (16, 100, 40), (8, 1500, 8), (128, 40, 128), (0, 9000, 1)):
+        assert rows_at_once(batch, prompts_of("a", "abc"), Sampling(longest - 4, 1.0, [2], 0)) == rows
