@@ -44,7 +44,13 @@ def adamw(
         groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "lr": critic_rate, CONSTANT: True})
     # One kernel for each tensor, a quarter of the time of the foreach path on a CPU; the same numbers every time.
     fused = all(p.device.type in FUSED for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=learning_rate, eps=1e-5, fused=fused, foreach=not fused)
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, eps=1e-5, fused=fused, foreach=not fused)
+    # Before the first gradients: amid them, the moments would break up the memory that gradients use again.
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        count = torch.zeros((), device=parameter.device if fused else "cpu")
+        optimizer.state[parameter] = {"step": count, **moments}
+    return optimizer
 
 
 def usual_learning_rate(parameters: int, *, adapter: bool) -> float:

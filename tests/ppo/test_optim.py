@@ -41,7 +41,9 @@ def test_only_matrices_decay() -> None:
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     for p in net.parameters():
         p.grad = torch.zeros_like(p)
-    adamw(net, learning_rate=0.1, weight_decay=0.5).step()
+    optimizer = adamw(net, learning_rate=0.1, weight_decay=0.5)
+    assert len(optimizer.state) == len(list(net.parameters()))  # all memory is taken before the first gradient
+    optimizer.step()
     for name, p in net.named_parameters():
         torch.testing.assert_close(p.detach(), before[name] * (0.95 if p.dim() == 2 else 1.0))
 
