@@ -1,7 +1,7 @@
 """`rlhf-kl doctor`: every check that would save a wasted run, before the run.
 
-It starts like `train` and makes two updates, the second with responses of full length. What it measured at the start
-it leaves in the run's folder for the `train` that follows.
+It starts like `train` and makes an update; where its responses were short, one more of full length. What it measured
+at the start it leaves in the run's folder for the `train` that follows.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ from rlhf_kl.run.measured import conditions, keep_measured
 from rlhf_kl.seeding import library_state, seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
+from rlhf_kl.types import RolloutBatch
 
 SHARE = 0.85  # usable share of the free memory
 PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
 FEW_VALUES = 5
+NEARLY = 0.9  # of the tokens of the largest update: the first one shows its memory
 BEST_OF = 16  # responses, of which the best is the measure of a gain
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 
@@ -243,32 +245,37 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all")
-    yield check_memory(whole, setup.policy.device, full_update(setup, training.trainer))
+    yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
 
 
-def full_update(setup: Setup, trainer: PPOTrainer) -> int:
-    """Peak memory, in bytes, of an update with the longest prompts and responses that all have full length.
+def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tuple[int, float]:
+    """Peak memory, in bytes, and the share that was measured of the tokens that an update can have.
 
-    On a CPU it is that of this process.
+    Where the `first` one had fewer than NEARLY all of them, one more is made: with the longest prompts and responses
+    of full length. On a CPU the memory is that of this process.
     """
     stream = setup.prompts
     order = sorted(range(len(stream)), key=lambda i: len(stream.table.ids[i]))[-stream.batch_size // stream.samples :]
     longest = stream.table.pick(order)
+    most = stream.samples * sum(map(len, longest.ids)) + stream.batch_size * setup.sampling.max_new_tokens
+    share = int(first.prompt_mask.sum() + first.mask.sum()) / most
+    if share >= NEARLY and not trainer.config.ppo.value_warmup:  # the policy was trained
+        return int(peak_memory_mb(setup.policy.device) * 2**20), share
     trainer.rollouts.prompts = PromptStream(longest, stream.batch_size, stream.seed, stream.samples)
     trainer.rollouts.sampling = replace(setup.sampling, eos_ids=[-1])  # no token
     with ui.progress("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
-    return int(peak_memory_mb(setup.policy.device) * 2**20)
+    return int(peak_memory_mb(setup.policy.device) * 2**20), 1.0
 
 
-def check_memory(config: TrainConfig, device: torch.device, peak: int) -> Finding:
+def check_memory(config: TrainConfig, device: torch.device, peak: int, tokens: float) -> Finding:
     """Whether the largest update fits, by its peak in one process: of several that shard each holds less."""
     if device.type == "cuda":  # free bytes, with those that this process holds
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     else:
         free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
     room = int(SHARE * free)
-    message = f"{peak / 2**30:.2f} GiB at the peak of an update with all responses of full length, measured in one "
+    message = f"{peak / 2**30:.2f} GiB at the peak of an update with {tokens:.0%} of the most tokens, measured in one "
     message += f"process; {room / 2**30:.1f} GiB to use"
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
     change = f"a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true"

@@ -7,19 +7,21 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.findings import check_rate, check_samples, check_targets
+from rlhf_kl.commands.findings import check_rate, check_samples, check_targets, largest_update
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ppo.reference import ReferenceScores, reference_responses
 from rlhf_kl.sharding import can_shard
 from rlhf_kl.types import Sampling
+from tests.made import Make, rollout
 from tests.runs import Cli, jsonl, rows, sets
 
 Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
@@ -52,9 +54,25 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert levels == {topic: {"fine"} for topic in fine}
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
     assert "6 updates" in found["time"][0][1]
-    assert "all responses of full length, measured in one process; " in found["memory"][0][1]
+    assert "100% of the most tokens, measured in one process; " in found["memory"][0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}
+
+
+@pytest.mark.parametrize(("length", "warmup", "again"), [(6, 0, False), (6, 1, True), (3, 0, True)])
+def test_a_first_update_with_nearly_all_tokens_is_the_largest(
+    prompts_of: Make, length: int, warmup: int, again: bool
+) -> None:
+    made: list[int] = []
+    config = TrainConfig.model_validate({"ppo": {"value_warmup": warmup}})
+    trainer: Any = SimpleNamespace(rollouts=SimpleNamespace(), update=made.append, config=config)
+    setup: Any = SimpleNamespace(
+        prompts=PromptStream(prompts_of("ab", "cd"), 4, 0, 2), sampling=Sampling(6, 1.0, [2], 0)
+    )
+    setup.policy = SimpleNamespace(device=torch.device("cpu"))
+    first = rollout(torch.arange(6).expand(4, -1) < length, prompt_mask=torch.ones(4, 3, dtype=torch.bool))
+    _, share = largest_update(setup, trainer, first)
+    assert (share, made) == (1.0, [2 + warmup] if again else [])
 
 
 STATEFUL = """
