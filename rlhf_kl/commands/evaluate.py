@@ -80,7 +80,7 @@ def evaluate(
         figures["reference"] = held.perplexity("reference")
     if model is None:
         prompts, different = held.prompts(samples)
-        every, firsts = asked(prompts, held.scorers)
+        every, firsts = asked(prompts)
         sampled, own, other = held.sampled(every, firsts, "policy and reference")
         rows = heldout_rows(every, firsts, held.tokenizer, own, other)
         found = {"prompts": different, "responses": len(prompts), "texts": grouped(rows)}

@@ -119,6 +119,7 @@ class HeldOut:
                 advance=advance,
                 cached=cached,
                 shown=len(prompts),
+                firsts=firsts,
             )
         own, other = (samples.pick(firsts) for samples in every)
         events: list[Event] = []

@@ -310,7 +310,7 @@ def evaluate_policy(
     `events` gets what is left out. Each of several processes reads its part.
     """
     ranks = ranks or Ranks()
-    prompts, firsts = asked(setup.heldout.batch(1, rows=plan.responses), setup.scorers)
+    prompts, firsts = asked(setup.heldout.batch(1, rows=plan.responses))
     texts, rows = ranks.mine(setup.texts[: plan.texts]), ranks.mine(range(len(prompts)))
 
     same = step == 1 and setup.reference_is_initial_policy  # then the first row has the reference's figures
@@ -323,7 +323,7 @@ def evaluate_policy(
         models = [setup.policy, setup.reference] if other_start else [setup.policy]
         with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
             sums = [text_sums(model, setup.tokenizer, texts) for model in models]
-            options: dict[str, Any] = {"batch_size": size, "cached": setup.cached, "same": same}
+            options: dict[str, Any] = {"batch_size": size, "cached": setup.cached, "same": same, "firsts": firsts}
             return sums, policy_samples(*model_and_data, setup.scorers, **options)
 
     sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)

@@ -74,12 +74,9 @@ class Samples:
         self.failures += failures
 
 
-def asked(prompts: Prompts, scorers: Scorers) -> tuple[Prompts, list[int]]:
-    """The prompts as they are asked, and where the first response to each is.
-
-    Each of the first `SHOWN` is asked `EACH` times in a row, if there is a score to choose by.
-    """
-    each = [EACH if i < SHOWN and scorers.scorers else 1 for i in range(len(prompts))]
+def asked(prompts: Prompts) -> tuple[Prompts, list[int]]:
+    """The prompts as they are asked, each of the first `SHOWN` `EACH` times in a row; where its first response is."""
+    each = [EACH if i < SHOWN else 1 for i in range(len(prompts))]
     return prompts.pick([i for i, count in enumerate(each) for _ in range(count)]), [0, *accumulate(each)][:-1]
 
 
@@ -98,6 +95,7 @@ def policy_samples(
     purpose: str = "evaluation",
     shown: int = SHOWN * EACH,
     same: bool = False,
+    firsts: Sequence[int] = (),
 ) -> tuple[Samples, Samples]:
     """One response of policy and of reference (if any) to each prompt of `part`, at most `batch_size` at a time.
 
@@ -105,12 +103,16 @@ def policy_samples(
     policy has forgotten follows KL(reference || policy) on the reference's samples (Shenfeld et al. 2025, RL's Razor,
     2509.04259). `cached` keeps these, which are the same every time, for the next call, which does not score them
     again. `shown`: for so many of the prompts the tokens are kept, and the reference's responses are scored too, after
-    all of the policy's. `same`: the policy is still the reference, so its samples are those of both. `advance(n)` is
-    called after every n responses.
+    all of the policy's. `same`: the policy is still the reference, so its samples are those of both. `firsts`, of
+    `asked`: their noise depends on no other rows. `advance(n)` is called after every n responses.
     Errors: InputError from a reward function.
     """
-    noise = uniforms(len(prompts), sampling.max_new_tokens, seed, purpose)[part.start : part.stop]
-    prompts = prompts.pick(part)
+    rows = list(firsts) or list(range(len(prompts)))
+    others = sorted({*range(len(prompts))} - {*rows})
+    noise = torch.empty(len(prompts), sampling.max_new_tokens, dtype=torch.float64)
+    for places, name in ((rows, purpose), (others, f"{purpose}/typical")):
+        noise[places] = uniforms(len(places), sampling.max_new_tokens, seed, name)
+    noise, prompts = noise[part.start : part.stop], prompts.pick(part)
     pair = own, other = Samples(), Samples()
 
     def sampled_by(made: Samples, one: LM, to: LM | None, before: CachedSamples) -> Iterator[Responses]:

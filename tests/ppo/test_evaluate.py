@@ -286,16 +286,18 @@ def test_a_policy_that_is_still_its_reference_is_sampled_once(
 def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_processes(
     new_model: Make, letters: Any, prompts: Prompts
 ) -> None:
-    models, (every, firsts) = [LM(new_model(seed=seed)) for seed in (3, 2)], asked(prompts, WITH_GOLD)
+    models, (every, firsts) = [LM(new_model(seed=seed)) for seed in (3, 2)], asked(prompts)
     assert (len(every), firsts) == (26, [0, 8, *range(16, 26)])
     assert every.pick(firsts) == prompts
-    assert asked(prompts, Scorers()) == (prompts, list(range(12)))
 
     def sampled(*parts: range, **options: Any) -> list[Samples]:
-        each = [policy_samples(*models, every, part, 0, SAMPLING, letters, WITH_GOLD, **options) for part in parts]
+        rest = (0, SAMPLING, letters, WITH_GOLD)
+        each = [policy_samples(*models, every, part, *rest, firsts=firsts, **options) for part in parts]
         return [Samples.joined(several) for several in zip(*each, strict=True)]
 
     pair = own, other = sampled(range(26))
+    alone = policy_samples(*models, prompts, range(12), 0, SAMPLING, letters)
+    assert [each.pick(firsts).texts for each in pair] == [each.texts for each in alone]
     assert [len(each.scores) for each in pair] == [26, 16]
     for one, parts in zip(pair, sampled(range(5), range(5, 17), range(17, 26), batch_size=2), strict=True):
         assert (one.texts, one.scores, one.gold) == (parts.texts, parts.scores, parts.gold)
