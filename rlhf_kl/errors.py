@@ -47,6 +47,10 @@ class RunFailed(RlhfKlError):
     """The machine failed the run (disk full, folder gone, memory full): exit code 1, and `--resume` goes on."""
 
 
+class EngineFailed(RunFailed):
+    """The engine of the rollouts failed; the policy is sound."""
+
+
 class OtherProcessFailed(RunFailed):
     """Another process of the group failed, so that this one cannot go on."""
 

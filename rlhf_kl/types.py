@@ -109,6 +109,7 @@ class RolloutBatch:
     k1_variance: Tensor  # (B, T) nats squared, of log pi - log ref over the vocabulary
     logprob_variance: Tensor  # (B, T) the same of log pi
     values: Tensor  # (B, T) of the state before each token
+    drawn: Tensor  # (B, T) log-probs with which the sampler drew the tokens
     scores: dict[str, Tensor]  # (B,) raw, NaN = not scored: "reward", what each "terms.NAME" adds to it, and "gold"
     shaped_scores: Tensor  # (B,) normalised, clipped, minus penalties; 0 if not scored
     ended: Tensor  # (B,) bool, True = the response has an EOS

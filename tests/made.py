@@ -39,7 +39,7 @@ def rollout(mask: Tensor, **fields: Any) -> RolloutBatch:
     """A batch of responses with this mask (B, T); what is not given is zero."""
     zeros, ids, texts = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.long), [""] * len(mask)
     zero = zeros[:, 0]
-    usual = RolloutBatch(ids, mask, ids, mask, *[zeros] * 7, {"reward": zero}, zero, mask[:, 0], texts, texts)
+    usual = RolloutBatch(ids, mask, ids, mask, *[zeros] * 8, {"reward": zero}, zero, mask[:, 0], texts, texts)
     return replace(usual, **fields)
 
 

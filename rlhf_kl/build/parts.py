@@ -21,6 +21,7 @@ from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError, blame
+from rlhf_kl.models.engine import VLLM, require_engine
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.load import (
     check_vocabulary,
@@ -85,6 +86,7 @@ class Setup:
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     """Load everything that the config names, what takes longest last, and refuse what cannot work."""
     loader = Loader(config.run, device)
+    require_engine(config.rollout.engine)
     check_named(config, download=True)
     files = with_files(config, ("data", "eval"))
     held = config.eval
@@ -275,6 +277,8 @@ def build_trainer(
     shard_models(config, setup, model)
     reference = ReferenceStates(setup.reference)
     features = StateFeatures(model.critic, feature_rewards(setup)) if model.critic is not None else None
+    section, longest = config.rollout, setup.prompts.longest + setup.sampling.max_new_tokens
+    engine = None if section.engine is None else VLLM(setup.policy, longest, section.engine_options)
     rollouts = Rollouts(
         model,
         reference,
@@ -283,6 +287,7 @@ def build_trainer(
         setup.prompts,
         setup.sampling,
         setup.tokenizer,
+        sampler=engine,
         features=features,
         ranks=ranks,
         sharded=setup.sharded,

@@ -89,6 +89,8 @@ def prepare_training(
 def check_sizes(config: TrainConfig, processes: int) -> None:
     """Errors: InputError if the config's sizes, totals over all processes, cannot be divided among them."""
     rollout = config.rollout
+    if rollout.engine is not None and processes > 1:
+        raise InputError(f"rollout.engine: {rollout.engine} works in one process; null samples on all of them")
     if config.reference_samples < processes:
         raise InputError(f"rollout.reference_samples: {config.reference_samples} are too few for {processes} processes")
     for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):

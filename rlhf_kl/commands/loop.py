@@ -17,6 +17,7 @@ from rlhf_kl.commands.samples import heldout_rows, sample_rows
 from rlhf_kl.config.load import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
+from rlhf_kl.errors import EngineFailed
 from rlhf_kl.events import Event, GoldFailed, UpdateSkipped, WeightsLost, worded
 from rlhf_kl.models.load import parameter_count
 from rlhf_kl.models.lora import checkpointed, has_adapter
@@ -113,7 +114,12 @@ class TrainLoop:
             events: list[Event] = []
             self.scorers.begin(step, total)
             evaluated = self.evaluate(step, events) if (step - 1) % self.training.plan.every == 0 else {}
-            row, rollout, found = self.step(step)
+            try:
+                row, rollout, found = self.step(step)
+            except EngineFailed as error:
+                if step > self.run.next_step:  # nothing since is lost
+                    self.run.save(step - 1)
+                raise EngineFailed(f"{error}; {self.run.way_on()}") from error
             row |= evaluated
             row["alerts"], decision = self.monitors(row, events + found)
             ended_by = None if decision is None else self.obey(decision, row)

@@ -193,7 +193,7 @@ def gradient_notes(config: TrainConfig) -> list[str]:
 
 
 def unused_notes(config: TrainConfig) -> list[str]:
-    """Settings of a kind of value function or advantage that the run does not have."""
+    """Settings of a kind of value function, advantage or engine that the run does not have."""
     unread = {
         None: ("lam", "critic_lam", "critic_epochs", "critic_learning_rate", "cliprange_value", "vf_coef"),
         "features": ("vf_coef", "cliprange_value"),
@@ -205,4 +205,7 @@ def unused_notes(config: TrainConfig) -> list[str]:
     if config.critic is None and "value" in config.policy.model_fields_set:
         unused.append("policy.value")
     critic = f", policy.value is {config.critic}" if config.critic else ""
-    return [f"{name} is not used: ppo.advantage is {config.ppo.advantage}{critic}" for name in unused]
+    notes = [f"{name} is not used: ppo.advantage is {config.ppo.advantage}{critic}" for name in unused]
+    if config.rollout.engine_options and config.rollout.engine is None:
+        notes.append("rollout.engine_options is not used: rollout.engine is null")
+    return notes

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
+from rlhf_kl.ppo.objectives import MOST_WEIGHT, importance
 from rlhf_kl.ppo.step import Update
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, mean_score
 from rlhf_kl.types import RolloutBatch
@@ -100,6 +101,7 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
         "policy/entropy": batch.mean(batch.entropy).mean,
         "policy/logprob_gap": logprob_gap,
         "policy/logprob_gap_stderr": logprob_gap_se,
+        **(engine_figures(batch) if config.rollout.engine else {}),
         "rollout/tokens": int(mask.sum()),
         "rollout/response_length": float(lengths.double().mean()),
         "rollout/eos_rate": float(batch.ended.double().mean()),
@@ -113,6 +115,17 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
             if name.startswith(TERM)
         },
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
+    }
+
+
+def engine_figures(batch: RolloutBatch) -> dict[str, float]:
+    """How far the sampler's log-probs are from those of the policy, and the share of tokens whose weight is cut."""
+    gaps = (batch.logprobs - batch.drawn)[batch.mask].abs()
+    cut = importance(batch)[batch.mask] >= MOST_WEIGHT
+    return {
+        "rollout/engine_gap": float(gaps.mean()),
+        "rollout/engine_gap_max": float(gaps.max()),
+        "rollout/engine_cut": float(cut.double().mean()),
     }
 
 

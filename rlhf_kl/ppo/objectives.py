@@ -18,6 +18,8 @@ from rlhf_kl.ops.losses import policy_loss, value_loss
 from rlhf_kl.ops.masked import float64, masked_variance, whiten
 from rlhf_kl.types import RolloutBatch
 
+MOST_WEIGHT = 2.0
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -34,8 +36,19 @@ def ppo_targets(rollout: RolloutBatch, coef: float, config: TrainConfig) -> Targ
     kl = kl_in_reward(rollout, config.kl, config.ppo.gamma)
     targets = _critic_targets if config.critic else _group_targets
     advantages, weights, returns, scale = targets(rollout, kl, coef, config)
+    if config.rollout.engine is not None:
+        advantages = advantages * importance(rollout)
     # The advantages beside the KL in the loss were divided by `scale`, so beta is divided too.
     return Targets(advantages, weights, returns, 0.0 if config.kl.placement == "reward" else coef / scale)
+
+
+def importance(rollout: RolloutBatch) -> Tensor:
+    """Truncated importance weights (B, T): policy over sampler at each token, at most `MOST_WEIGHT`.
+
+    A surrogate is proportional to the size of its advantage, so they weigh there. Source: Ionides 2008, "Truncated
+    importance sampling"; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    """
+    return (rollout.logprobs - rollout.drawn).exp().clamp_max(MOST_WEIGHT)
 
 
 TargetTensors = tuple[Tensor, Tensor, Tensor, float]  # advantages, weights, returns, divisor of the advantages

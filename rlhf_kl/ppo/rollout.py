@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,15 @@ from rlhf_kl.sharding import unsharded
 from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
 
 
+class Sampler(Protocol):
+    """A policy, or an engine that has its weights."""
+
+    def sample(self, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
+        """See `LM.sample`."""
+
+
 def sample(
-    policy: LM, prompts: Prompts, noise: Tensor, sampling: Sampling, tokenizer: Any
+    policy: Sampler, prompts: Prompts, noise: Tensor, sampling: Sampling, tokenizer: Any
 ) -> tuple[Responses, Sampled]:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
     sampled = draw(policy, prompts.ids, noise, sampling)
@@ -37,7 +44,7 @@ def sample(
     return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids), sampled
 
 
-def draw(policy: LM, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
+def draw(policy: Sampler, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
     """The tokens of one response to each prompt, given as tokens; in several passes where memory is short."""
     size = sized(len(prompts))
     places = [slice(start, start + size) for start in range(0, len(prompts), size)]
@@ -69,13 +76,18 @@ class Rollouts:
         sampling: Sampling,
         tokenizer: Any,
         *,
+        sampler: Sampler | None = None,
         features: StateFeatures | None = None,
         ranks: Ranks | None = None,
         sharded: Sequence[nn.Module] = (),
         clock: Clock | None = None,
     ) -> None:
-        """`features`: of the critic, if it has some; `sharded`: models that sampling and scoring need whole."""
+        """`sampler`: else the policy itself; `features`: of the critic, if it has some.
+
+        `sharded`: models that sampling and scoring need whole.
+        """
         self.model, self.reference, self.features = model, reference, features
+        self.sampler = sampler or model.policy
         self.scorers, self.shaping = scorers, shaping
         self.prompts, self.sampling, self.tokenizer = prompts, sampling, tokenizer
         self.ranks = ranks or Ranks()
@@ -98,7 +110,7 @@ class Rollouts:
         rows = self.ranks.mine(range(prompts.batch_size))
         noise = uniforms(prompts.batch_size, limit, prompts.seed, "rollout", step)[rows.start : rows.stop]
         batch = prompts.batch(step, rows.start, len(rows))
-        return sample(self.model.policy, batch, noise, self.sampling, self.tokenizer)
+        return sample(self.sampler, batch, noise, self.sampling, self.tokenizer)
 
     def assess(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
         """Score these responses, and compare policy and reference at their tokens."""
@@ -118,6 +130,7 @@ class Rollouts:
             mask=sampled.mask,
             **stats._asdict(),
             values=values,
+            drawn=sampled.logprobs,
             scores=scores,
             shaped_scores=shaped.to(device),
             ended=sampled.ended,

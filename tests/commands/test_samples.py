@@ -25,7 +25,7 @@ def test_the_first_ones_and_those_that_diverge_most(letters: Any) -> None:
         logprobs=torch.where(mask, -1.0, 0.0),
         ref_logprobs=torch.where(mask, -1.5, 0.0),
         exact_kl=kl,
-        **dict.fromkeys(("entropy", "k1_variance", "logprob_variance", "values"), torch.zeros(ROWS, WIDTH)),
+        **dict.fromkeys(("entropy", "k1_variance", "logprob_variance", "values", "drawn"), torch.zeros(ROWS, WIDTH)),
         scores={"reward": torch.arange(ROWS).float(), "gold": 10.0 * torch.arange(ROWS)},
         shaped_scores=torch.zeros(ROWS),
         ended=mask[:, 0],

@@ -109,6 +109,8 @@ RLOO = {"rollout": {"samples_per_prompt": 2}}
         ({"policy": {"value": "head"}, "ppo": {"vf_coef": 0.5, "critic_epochs": 2}}, ["ppo.critic_epochs"]),
         ({"ppo": {"scale_by_group_std": False}}, ["ppo.scale_by_group_std"]),
         (RLOO | {"policy": {"value": "head"}, "ppo": {"advantage": "rloo", "lam": 0.5}}, ["ppo.lam", "policy.value"]),
+        ({"rollout": {"engine_options": {"seed": 1}}}, ["rollout.engine_options"]),
+        ({"rollout": {"engine": "vllm", "engine_options": {"seed": 1}}}, []),
     ],
 )
 def test_keys_that_the_run_does_not_use_are_said(raw: dict[str, Any], unused: list[str]) -> None:

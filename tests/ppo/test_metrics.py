@@ -175,3 +175,13 @@ def test_the_mean_shaped_score_leaves_out_what_has_none() -> None:
     assert row["objective/scores"] == 1.0
     assert row["objective/scores_shaped"] == 4.0
     assert row["reward/length"] == 0.25
+
+
+def test_the_gap_to_the_log_probs_of_an_engine_is_told() -> None:
+    drawn = padded(-1.1, -2.0, -3.0)  # of tokens at -1, -2 and -1: the last is 7.4 times as likely
+    with_engine = TrainConfig.model_validate({"rollout": {"engine": "vllm"}})
+    row = rollout_metrics(replace(BATCH, drawn=drawn), 0.5, with_engine)
+    assert row["rollout/engine_gap"] == pytest.approx(0.7)
+    assert row["rollout/engine_gap_max"] == pytest.approx(2.0)
+    assert row["rollout/engine_cut"] == pytest.approx(1 / 3)
+    assert "rollout/engine_gap" not in rollout_metrics(BATCH, 0.5, config())

@@ -40,6 +40,15 @@ def assert_tokens(x: Tensor, first: float, second: float, other: float) -> None:
     torch.testing.assert_close(x, torch.tensor([[first, second, 0.0], [other, 0.0, 0.0]]), rtol=1e-4, atol=1e-5)
 
 
+def test_tokens_of_an_engine_weigh_as_policy_over_sampler_at_most_2() -> None:
+    """1.5 and 0.5 times as likely as they were drawn, and 5 times; padding counts for nothing."""
+    ratios = torch.tensor([[1.5, 0.5, 9.0], [5.0, 9.0, 9.0]])
+    batch = replace(ROLLOUT, drawn=ROLLOUT.logprobs - ratios.log())
+    settings = {"ppo": {"lam": 1.0, "gamma": 1.0}, "rollout": {"engine": "vllm"}}
+    found, own = ppo_targets(batch, BETA, TrainConfig.model_validate(settings)).advantages, targets(batch).advantages
+    assert_tokens(found / own.where(MASK, torch.ones(())), 1.5, 0.5, 2.0)
+
+
 @pytest.mark.parametrize(
     ("placement", "estimator", "returns"),
     [

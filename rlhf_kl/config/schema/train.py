@@ -90,6 +90,15 @@ class RolloutSection(Section):
     """Maximum number of tokens in a response; a longer response is cut off."""
     temperature: Positive = 1.0
     """Sampling temperature; log-probabilities are computed with it too."""
+    engine: Literal["vllm"] | None = None
+    """What draws the responses of the updates; null = this program's own decoding. vllm: `pip install 'rlhf-kl[vllm]'`.
+
+    vLLM works in one process. It gets the weights before each rollout, an adapter added to copies of them; the trainer
+    computes log-probs, KL and loss itself, and weighs each token by policy over engine (at most 2). Not promised then:
+    a resumed run that is the same bit for bit. Evaluations and reference samples stay with the own decoding.
+    """
+    engine_options: dict[Name, Any] = Field(default_factory=dict)
+    """Options of the engine, such as {gpu_memory_utilization: 0.3, enforce_eager: true} for vLLM's `LLM`."""
     samples_per_prompt: Count = 1
     """Responses to each prompt of a batch; must divide batch_size. rloo and grpo compare them."""
     reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] | None = None

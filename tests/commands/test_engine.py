@@ -1,0 +1,122 @@
+"""Rollouts by an engine: vLLM's interface with a plain model behind it; vLLM itself in tests/integrations."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlhf_kl.errors import EngineFailed, InputError
+from rlhf_kl.models.engine import VLLM, require_engine
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import Sampling
+from tests.made import Make, move
+from tests.runs import Train, rows
+
+SAMPLING = Sampling(8, 3.0, [2], 0)  # hot, as the moved policy is sure of its tokens
+
+
+class PlainLLM:
+    """A transformers model with the interface of `vllm.LLM`, with weights of its own."""
+
+    def __init__(self, folder: str, **settings: Any) -> None:
+        assert settings["hf_overrides"] == {"architectures": ["GPT2LMHeadModel"]}
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+
+    def collective_rpc(self, method: str, kwargs: Any) -> None:
+        assert method == "reload_weights"
+        given, own = dict(kwargs["weights_iterator"]), dict(self.model.named_parameters())
+        assert given.keys() == own.keys()
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(given[name])
+
+    def apply_model(self, function: Any) -> None:
+        function(self.model)
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def generate(self, asked: Any, params: Any, use_tqdm: bool) -> list[Any]:
+        found = []
+        for request, one in zip(asked, params, strict=True):
+            noise = uniforms(1, one.max_tokens, one.seed, "x")
+            settings = Sampling(one.max_tokens, one.temperature, one.stop_token_ids, 0)
+            drawn = LM(self.model).sample([request["prompt_token_ids"]], noise, settings)
+            each = [
+                {int(i): SimpleNamespace(logprob=float(p))}
+                for i, p in zip(drawn.ids[0], drawn.logprobs[0], strict=True)
+            ]
+            found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=drawn.ids[0].tolist(), logprobs=each)]))
+        return found
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm")
+    module.__spec__ = ModuleSpec("vllm", None)
+    module.LLM, module.SamplingParams = PlainLLM, SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_engine_samples_from_the_policy_as_it_is_now(new_model: Make, prompts_of: Make, adapter: bool) -> None:
+    """With its log-probs; and the same noise draws the same responses."""
+    model = new_model()
+    policy = LM(add_adapter(model, r=2, alpha=4.0, target_modules=None, ref="base", seed=1) if adapter else model)
+    engine, asked, noise = VLLM(policy, 20, {}), prompts_of("ab", "c", "dddd").ids, uniforms(3, 8, 0, "x")
+    before = engine.sample(asked, noise, SAMPLING)
+    move(policy.model, seed=2)
+    after, again = (engine.sample(asked, noise, SAMPLING) for _ in range(2))
+    assert torch.equal(after.ids, again.ids)
+    assert not torch.equal(after.logprobs, before.logprobs)
+    assert not torch.equal(engine.sample(asked, uniforms(3, 8, 1, "x"), SAMPLING).ids, after.ids)
+    for i, row in enumerate(after.rows()):
+        whole = torch.tensor([[*asked[i], *row]])
+        logp = (policy.model(input_ids=whole).logits[0, -len(row) - 1 : -1] / 3.0).log_softmax(-1)
+        torch.testing.assert_close(
+            after.logprobs[i, : len(row)], logp.gather(1, torch.tensor([row]).T)[:, 0].detach(), rtol=1e-4, atol=1e-4
+        )
+        assert bool(after.ended[i]) == (row[-1] == 2)
+
+
+def test_a_run_with_an_engine_goes_on_after_its_failure(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At update 4: with a checkpoint of update 3, beside those of every second one."""
+    summary = train(tmp_path / "whole", "rollout.engine=vllm")
+    updates = [row for row in rows(tmp_path / "whole") if "kl/token" in row]
+    assert summary["steps"] == len(updates) == 6
+    assert max(row["rollout/engine_gap_max"] for row in updates) < 1e-4
+    assert {row["rollout/engine_cut"] for row in updates} == {0.0}
+    generate, count = PlainLLM.generate, [0]
+
+    def failing(self: PlainLLM, *arguments: Any, **options: Any) -> Any:
+        count[0] += 1
+        if count[0] == 4:
+            raise RuntimeError("no blocks are left\nand more lines")
+        return generate(self, *arguments, **options)
+
+    monkeypatch.setattr(PlainLLM, "generate", failing)
+    with pytest.raises(EngineFailed, match=r"^rollout.engine: vllm: no blocks are left; the checkpoint of step 3 is"):
+        train(tmp_path / "run", "rollout.engine=vllm")
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == 3
+    train(tmp_path / "run", "rollout.engine=vllm", resume=True)
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+def test_an_engine_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_engine("vllm")
+    monkeypatch.setattr("rlhf_kl.models.engine.find_spec", lambda _: None)
+    require_engine(None)
+    with pytest.raises(InputError, match=r"rollout.engine: vllm is not installed: pip install 'rlhf-kl\[vllm\]'"):
+        require_engine("vllm")
