@@ -210,7 +210,8 @@ def test_the_page_of_metrics_names_what_a_run_writes(
     named = {name for names, *_ in cells("metrics") for name in re.findall(r"`([\w/]+)`", names)}
     penalties_written = {f"penalty/{name}" for name in ("missing_eos", "length", "repetition")}
     assert penalties_written <= written
-    assert named - {"penalty/NAME"} == written - penalties_written
+    of_engines = {f"rollout/engine_{name}" for name in ("gap", "gap_max", "cut")}
+    assert named - {"penalty/NAME"} == written - penalties_written | of_engines
 
 
 def test_the_page_on_kl_names_every_option_of_a_controller_and_its_default() -> None:
