@@ -77,6 +77,7 @@ class Setup:
     chat: bool  # whether prompts are written with a chat template
     sharded: list[nn.Module] = field(default_factory=list)
     cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
+    engine: VLLM | None = None  # of the rollouts, in place of the policy itself
 
     def resolved(self, config: TrainConfig) -> TrainConfig:
         """With what `data.chat_template` auto stands for, so that the stored config tells it."""
@@ -113,6 +114,7 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
         for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
             store_frozen(each, loader.dtype)
+    longest, options = stream.longest + sampling.max_new_tokens, config.rollout.engine_options
     return Setup(
         policy,
         reference,
@@ -124,6 +126,7 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
         sampling,
         is_initial_policy,
         bool(form.chat_template),
+        engine=None if config.rollout.engine is None else VLLM(policy, longest, options),
     )
 
 
@@ -277,8 +280,6 @@ def build_trainer(
     shard_models(config, setup, model)
     reference = ReferenceStates(setup.reference)
     features = StateFeatures(model.critic, feature_rewards(setup)) if model.critic is not None else None
-    section, longest = config.rollout, setup.prompts.longest + setup.sampling.max_new_tokens
-    engine = None if section.engine is None else VLLM(setup.policy, longest, section.engine_options)
     rollouts = Rollouts(
         model,
         reference,
@@ -287,7 +288,7 @@ def build_trainer(
         setup.prompts,
         setup.sampling,
         setup.tokenizer,
-        sampler=engine,
+        sampler=setup.engine,
         features=features,
         ranks=ranks,
         sharded=setup.sharded,

@@ -40,7 +40,10 @@ class VLLM:
     """Samples from a policy as `LM.sample` does; each call begins with the weights as they are then."""
 
     def __init__(self, policy: LM, longest: int, options: Mapping[str, Any]) -> None:
-        """`longest`: tokens of prompt and response together; `options`: further ones of `vllm.LLM`."""
+        """`longest`: tokens of prompt and response together; `options`: further ones of `vllm.LLM`.
+
+        Errors: InputError for options that it refuses.
+        """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.policy = policy
@@ -57,7 +60,10 @@ class VLLM:
             policy.base.config.save_pretrained(folder)
             from vllm import LLM
 
-            self.llm = LLM(folder, **(settings | dict(options)))
+            try:
+                self.llm = LLM(folder, **(settings | dict(options)))
+            except (TypeError, ValueError) as error:
+                raise InputError(f"rollout.engine_options: {first_line(error)}") from error
 
     def sample(self, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
         """One response to each prompt's tokens. The seed of a request is the first number of its row of `noise`."""
@@ -68,7 +74,7 @@ class VLLM:
             SamplingParams(
                 temperature=sampling.temperature,
                 max_tokens=sampling.max_new_tokens,
-                stop_token_ids=sampling.eos_ids,
+                stop_token_ids=[token for token in sampling.eos_ids if token >= 0],
                 ignore_eos=True,  # the ids above are all that end a response
                 logprobs=0,  # that of the token alone
                 detokenize=False,
@@ -96,6 +102,8 @@ def failing() -> Iterator[None]:
     """Errors: EngineFailed for any of vLLM's."""
     try:
         yield
+    except InputError:
+        raise
     except Exception as error:
         raise EngineFailed(f"rollout.engine: vllm: {first_line(error)}") from error
 

@@ -29,6 +29,8 @@ class PlainLLM:
     """A transformers model with the interface of `vllm.LLM`, with weights of its own."""
 
     def __init__(self, folder: str, **settings: Any) -> None:
+        if "nonsense" in settings:
+            raise TypeError("unexpected option 'nonsense'\nand more lines")
         assert settings["hf_overrides"] == {"architectures": ["GPT2LMHeadModel"]}
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
 
@@ -50,6 +52,7 @@ class PlainLLM:
         found = []
         for request, one in zip(asked, params, strict=True):
             noise = uniforms(1, one.max_tokens, one.seed, "x")
+            assert min(one.stop_token_ids, default=0) >= 0
             settings = Sampling(one.max_tokens, one.temperature, one.stop_token_ids, 0)
             drawn = LM(self.model).sample([request["prompt_token_ids"]], noise, settings)
             each = [
@@ -74,7 +77,10 @@ def test_an_engine_samples_from_the_policy_as_it_is_now(new_model: Make, prompts
     model = new_model()
     policy = LM(add_adapter(model, r=2, alpha=4.0, target_modules=None, ref="base", seed=1) if adapter else model)
     engine, asked, noise = VLLM(policy, 20, {}), prompts_of("ab", "c", "dddd").ids, uniforms(3, 8, 0, "x")
+    with pytest.raises(InputError, match=r"^rollout.engine_options: unexpected option 'nonsense'$"):
+        VLLM(policy, 20, {"nonsense": 1})
     before = engine.sample(asked, noise, SAMPLING)
+    assert engine.sample(asked, noise, Sampling(8, 3.0, [-1], 0)).mask.all()  # no token ends
     move(policy.model, seed=2)
     after, again = (engine.sample(asked, noise, SAMPLING) for _ in range(2))
     assert torch.equal(after.ids, again.ids)
