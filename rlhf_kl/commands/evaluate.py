@@ -100,7 +100,8 @@ def _table(figures: dict[str, Any]) -> str:
     from rlhf_kl.report.verdict import text_table
 
     columns = [figures, figures["reference"]] if "reference" in figures else [figures]
-    rows = [[label, *(_shown(of, key) for of in columns)] for key, label in LABELS.items() if key in figures]
+    known = [key for key in LABELS if any(of.get(key) is not None for of in columns)]
+    rows = [[LABELS[key], *(_shown(of, key) for of in columns)] for key in known]
     table = text_table(["", "policy", "reference"][: len(columns) + 1], rows)
     several = figures.get("responses", 0) > figures.get("prompts", 0)
     notes = f"±: one standard error{' (for these few prompts only)' if several else ''}."
