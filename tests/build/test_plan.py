@@ -55,6 +55,7 @@ def test_start_and_evaluations_read_the_share_of_tokens_that_was_planned(
         work()
         return read[0] - before
 
+    setup = replace(setup, sampling=replace(setup.sampling, eos_ids=[-1]))  # all responses have one length
     config = settings(20)
     made: list[Any] = []
     start = cost(lambda: made.append(prepare_training(config, setup)))
@@ -64,7 +65,7 @@ def test_start_and_evaluations_read_the_share_of_tokens_that_was_planned(
     )
     update = cost(lambda: training.trainer.update(1))
     spent = start + first + later * -(-20 // training.plan.every)
-    assert spent / (spent + 20 * update) == pytest.approx(training.plan.share, rel=0.35)
+    assert spent / (spent + 20 * update) == pytest.approx(training.plan.share, rel=0.2)
     assert training.plan.share <= 1.01 * SHARE
 
 
