@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -31,7 +32,7 @@ from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import read_pairs
-from rlhf_kl.errors import GuardStop, InputError, MemoryFull
+from rlhf_kl.errors import EngineFailed, GuardStop, InputError, MemoryFull
 from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.kl_controllers.tilt import best_of_n
 from rlhf_kl.memory import LESS_MEMORY, memory_is_full
@@ -95,7 +96,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += check_updates(config, setup, partial(keep_start, written, setup, device))
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
-    except GuardStop as error:
+    except (GuardStop, EngineFailed) as error:
         findings.append(Finding("fatal", "start", str(error)))
     except MemoryFull as error:
         findings.append(Finding("fatal", "memory", error.work, error.change))
@@ -249,19 +250,17 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
 
 
 def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tuple[int, float]:
-    """Peak memory, in bytes, and the share that was measured of the tokens that an update can have.
+    """Peak memory in bytes (on a CPU, of this process), and the share that was measured of an update's most tokens.
 
-    Where the `first` one had fewer than NEARLY all of them, one more is made: with the longest prompts and responses
-    of full length. On a CPU the memory is that of this process.
+    Where the `first` had fewer than NEARLY, one more is made, of the longest prompts and responses of full length.
     """
-    stream = setup.prompts
-    order = sorted(range(len(stream)), key=lambda i: len(stream.table.ids[i]))[-stream.batch_size // stream.samples :]
-    longest = stream.table.pick(order)
-    most = stream.samples * sum(map(len, longest.ids)) + stream.batch_size * setup.sampling.max_new_tokens
+    stream, table, size = setup.prompts, setup.prompts.table, setup.prompts.batch_size
+    longest = table.pick(sorted(range(len(table)), key=lambda i: len(table.ids[i]))[-size // stream.samples :])
+    most = size * (fmean(map(len, longest.ids)) + setup.sampling.max_new_tokens)
     share = int(first.prompt_mask.sum() + first.mask.sum()) / most
     if share >= NEARLY and not trainer.config.ppo.value_warmup:  # the policy was trained
         return int(peak_memory_mb(setup.policy.device) * 2**20), share
-    trainer.rollouts.prompts = PromptStream(longest, stream.batch_size, stream.seed, stream.samples)
+    trainer.rollouts.prompts = PromptStream(longest, size, stream.seed, stream.samples)
     trainer.rollouts.sampling = replace(setup.sampling, eos_ids=[-1])  # no token
     with ui.progress("one update with responses of full length"):
         trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
@@ -274,9 +273,8 @@ def check_memory(config: TrainConfig, device: torch.device, peak: int, tokens: f
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     else:
         free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
-    room = int(SHARE * free)
-    message = f"{peak / 2**30:.2f} GiB at the peak of an update with {tokens:.0%} of the most tokens, measured in one "
-    message += f"process; {room / 2**30:.1f} GiB to use"
+    room, where = int(SHARE * free), f"an update with {tokens:.0%} of the most tokens possible, measured in one process"
+    message = f"{peak / 2**30:.2f} GiB at the peak of {where}; {room / 2**30:.1f} GiB to use"
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
     change = f"a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true"
     return judged("memory", peak <= room, message, change)

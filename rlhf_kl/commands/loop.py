@@ -117,8 +117,9 @@ class TrainLoop:
             try:
                 row, rollout, found = self.step(step)
             except EngineFailed as error:
-                if step > self.run.next_step:  # nothing since is lost
-                    self.run.save(step - 1)
+                if step == self.run.next_step:  # nothing was done yet
+                    raise
+                self.run.save_sound(step - 1)
                 raise EngineFailed(f"{error}; {self.run.way_on()}") from error
             row |= evaluated
             row["alerts"], decision = self.monitors(row, events + found)

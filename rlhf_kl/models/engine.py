@@ -42,7 +42,7 @@ class VLLM:
     def __init__(self, policy: LM, longest: int, options: Mapping[str, Any]) -> None:
         """`longest`: tokens of prompt and response together; `options`: further ones of `vllm.LLM`.
 
-        Errors: InputError for options that it refuses.
+        Errors: InputError for a model or options that it refuses.
         """
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -63,7 +63,7 @@ class VLLM:
             try:
                 self.llm = LLM(folder, **(settings | dict(options)))
             except (TypeError, ValueError) as error:
-                raise InputError(f"rollout.engine_options: {first_line(error)}") from error
+                raise InputError(f"rollout.engine: vllm, with these engine_options: {error}") from error
 
     def sample(self, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
         """One response to each prompt's tokens. The seed of a request is the first number of its row of `noise`."""

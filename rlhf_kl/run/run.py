@@ -243,6 +243,11 @@ class Run:
         tensors, slots = tensors_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
         self.ranks.run(lambda: self._write(step, tensors, slots, states))  # all wait until it is complete
 
+    def save_sound(self, step: int) -> None:
+        """As `save`, where what is tracked may be saved."""
+        if self._sound:
+            self.save(step)
+
     def _own_states(self) -> dict[str, Any]:
         others = {name: one for name, one in self.tracked.items() if name not in ("model", "optimizer")}
         return {name: one.state_dict() for name, one in others.items()} | {"libraries": library_state()}
@@ -292,8 +297,7 @@ class Run:
 
     def stop(self, row: dict[str, Any], reason: str, **figures: Any) -> NoReturn:
         """End the run for a guard, after `row`: save what may be saved. Errors: GuardStop."""
-        if self._sound:
-            self.save(row["step"])
+        self.save_sound(row["step"])
         self.finish(steps=row["step"], final=row, stopped_by=reason, **figures)
         raise GuardStop(reason)
 

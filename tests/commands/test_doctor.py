@@ -54,7 +54,7 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert levels == {topic: {"fine"} for topic in fine}
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
     assert "6 updates" in found["time"][0][1]
-    assert "100% of the most tokens, measured in one process; " in found["memory"][0][1]
+    assert "100% of the most tokens possible, measured in one process; " in found["memory"][0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}
 
@@ -66,9 +66,8 @@ def test_a_first_update_with_nearly_all_tokens_is_the_largest(
     made: list[int] = []
     config = TrainConfig.model_validate({"ppo": {"value_warmup": warmup}})
     trainer: Any = SimpleNamespace(rollouts=SimpleNamespace(), update=made.append, config=config)
-    setup: Any = SimpleNamespace(
-        prompts=PromptStream(prompts_of("ab", "cd"), 4, 0, 2), sampling=Sampling(6, 1.0, [2], 0)
-    )
+    stream = PromptStream(prompts_of("ab"), 4, 0, 2)  # a batch has it twice
+    setup: Any = SimpleNamespace(prompts=stream, sampling=Sampling(6, 1.0, [2], 0))
     setup.policy = SimpleNamespace(device=torch.device("cpu"))
     first = rollout(torch.arange(6).expand(4, -1) < length, prompt_mask=torch.ones(4, 3, dtype=torch.bool))
     _, share = largest_update(setup, trainer, first)

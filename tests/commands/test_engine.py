@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhf_kl.commands.findings import run_doctor
+from rlhf_kl.config.load import load_config
 from rlhf_kl.errors import EngineFailed, InputError
 from rlhf_kl.models.engine import VLLM, require_engine
 from rlhf_kl.models.lm import LM
@@ -77,7 +79,7 @@ def test_an_engine_samples_from_the_policy_as_it_is_now(new_model: Make, prompts
     model = new_model()
     policy = LM(add_adapter(model, r=2, alpha=4.0, target_modules=None, ref="base", seed=1) if adapter else model)
     engine, asked, noise = VLLM(policy, 20, {}), prompts_of("ab", "c", "dddd").ids, uniforms(3, 8, 0, "x")
-    with pytest.raises(InputError, match=r"^rollout.engine_options: unexpected option 'nonsense'$"):
+    with pytest.raises(InputError, match=r"^rollout.engine: vllm, with these engine_options: unexpected option 'non"):
         VLLM(policy, 20, {"nonsense": 1})
     before = engine.sample(asked, noise, SAMPLING)
     assert engine.sample(asked, noise, Sampling(8, 3.0, [-1], 0)).mask.all()  # no token ends
@@ -118,6 +120,9 @@ def test_a_run_with_an_engine_goes_on_after_its_failure(
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == 3
     train(tmp_path / "run", "rollout.engine=vllm", resume=True)
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    count[0] = 3
+    last = run_doctor(load_config("train", tmp_path / "run" / "config.yaml", ["rollout.engine=vllm"]))[-1]
+    assert (last.level, last.text) == ("fatal", "rollout.engine: vllm: no blocks are left")
 
 
 def test_an_engine_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
