@@ -8,6 +8,7 @@ process has all weights.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,13 +28,40 @@ def can_shard() -> bool:
     return tuple(map(int, torch.__version__.split(".")[:2])) >= OLDEST_TORCH
 
 
-def shard(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Shard the tensors of each module that are not sharded yet: layers first, then what a pass calls."""
+def shard(layers: Iterable[nn.Module], device: torch.device, stored: torch.dtype, computed: torch.dtype) -> None:
+    """Shard the tensors of each layer, and give what a process does not keep back before the next one.
+
+    Weights come to the device as `stored`, layer by layer; passes gather them as `computed`, and sum their gradients
+    in float32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    cast = None if computed == stored else computed
+    precision = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in layers:
+        bring(layer, device, stored)
+        fully_shard(layer, mesh=_mesh(device), mp_policy=precision)
+
+
+def shard_root(root: nn.Module, device: torch.device) -> None:
+    """Shard what the layers have left, and make `root` the module that training passes call."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in modules:
-        fully_shard(module, mesh=mesh)
+    bring(root, device, torch.float32)
+    fully_shard(root, mesh=_mesh(device))
+    root._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # else the first layer that samples becomes a root
+
+
+def bring(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move to the device what is not sharded yet; parameters get the dtype."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_sharded(tensor):
+            tensor.data = tensor.data.to(device, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+
+
+@functools.cache
+def _mesh(device: torch.device) -> Any:
+    return dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from rlhf_kl.models.load import (
     load_causal_lm,
     load_reward_model,
     load_tokenizer,
+    read_as_float32,
 )
 from rlhf_kl.models.lora import (
     LANGUAGE_MODEL,
@@ -57,11 +58,15 @@ class Loader:
     `key` is the config key of a name. Errors: InputError, with the key in front.
     """
 
-    def __init__(self, run: RunSection | None = None, device: Any = "cpu") -> None:
-        """`run`: the section of a config. `device`: of the models that are only read."""
+    def __init__(self, run: RunSection | None = None, device: Any = "cpu", *, mapped: bool = False) -> None:
+        """`run`: the section of a config. `device`: of the models that are only read.
+
+        `mapped`: models are sharded later, and until then their weights stay in their files, see `Access`.
+        """
         run = run or RunSection()
-        self.device, self.dtype = device, compute_dtype(run.dtype)
+        self.device, self.dtype = "cpu" if mapped else device, compute_dtype(run.dtype)
         self.access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
+        self.whole_model = replace(self.access, mapped=mapped)  # an adapter's base is float32: it may be merged
 
     # ---- models
 
@@ -78,13 +83,13 @@ class Loader:
     def language_model(self, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
         """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`."""
         with ui.progress(f"loading {key}"), blame(key):
-            return self._language_model(ref, keep_adapter=keep_adapter)
+            return self._language_model(ref, self.whole_model, keep_adapter=keep_adapter)
 
-    def _language_model(self, ref: str, *, keep_adapter: bool = False) -> Loaded:
+    def _language_model(self, ref: str, access: Access, *, keep_adapter: bool = False) -> Loaded:
         folder = self.folder(ref)
         if not is_adapter(folder):
-            return Loaded(load_causal_lm(folder, self.access), load_tokenizer(folder, self.access), folder, False)
-        base = self._language_model(adapter_base(folder))  # which may itself be an adapter
+            return Loaded(load_causal_lm(folder, access), load_tokenizer(folder, access), folder, False)
+        base = self._language_model(adapter_base(folder), self.access)  # which may itself be an adapter
         model = load_adapter(base.model, folder)
         tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
         return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
@@ -98,6 +103,8 @@ class Loader:
 
         An adapter is trained further, or with a fresh one merged first.
         """
+        if section.lora is not None:
+            self.whole_model = self.access
         loaded = self.language_model(ref, "policy.model", keep_adapter=section.lora is None)
         model = tuned(loaded.model, section, base_name(ref, loaded), seed)
         return Loaded(model, loaded.tokenizer, loaded.folder, loaded.began_as_adapter and section.lora is None)
@@ -109,11 +116,12 @@ class Loader:
             if is_adapter(folder):
                 model, tokenizer = self._classifier_of_adapter(folder, section.label)
             else:
-                model = load_reward_model(folder, self.access, section.label)
+                model = load_reward_model(folder, self.whole_model, section.label)
                 tokenizer = load_tokenizer(folder, self.access)
             form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
             model = freeze(model).to(self.device)
-            return RewardModel(model, tokenizer, form=form, label=section.label, dtype=self.dtype)
+            with read_as_float32(model):
+                return RewardModel(model, tokenizer, form=form, label=section.label, dtype=self.dtype)
 
     def _classifier_of_adapter(self, folder: str, label: str | None) -> tuple[Any, Any]:
         """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model."""
@@ -124,7 +132,7 @@ class Loader:
             tokenizer = load_tokenizer(base, self.access)
             model = load_reward_model(base, self.access, label)
         else:
-            lm = self._language_model(ref)
+            lm = self._language_model(ref, self.access)
             tokenizer = lm.tokenizer
             model = classifier_from_lm(lm.model, lm.tokenizer, self.access)  # its head comes with the adapter
             with blame(folder):

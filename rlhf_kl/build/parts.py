@@ -43,7 +43,6 @@ from rlhf_kl.models.value import (
     zero_head,
 )
 from rlhf_kl.ops.masked import Mean
-from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.optim import adamw, usual_learning_rate
 from rlhf_kl.ppo.evaluate import CachedSamples
 from rlhf_kl.ppo.reference import ReferenceScores
@@ -54,7 +53,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
-from rlhf_kl.sharding import shard, unsharded
+from rlhf_kl.sharding import bring, shard, shard_root
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 
@@ -75,6 +74,8 @@ class Setup:
     sampling: Sampling
     reference_is_initial_policy: bool
     chat: bool  # whether prompts are written with a chat template
+    fingerprints: dict[str, str] = field(default_factory=dict)  # of what a resumed run needs unchanged, by config key
+    trunk: Trunk | None = None  # of a separate value function
     sharded: list[nn.Module] = field(default_factory=list)
     cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
     engine: VLLM | None = None  # of the rollouts, in place of the policy itself
@@ -85,8 +86,12 @@ class Setup:
 
 
 def build_setup(config: TrainConfig, device: torch.device) -> Setup:
-    """Load everything that the config names, what takes longest last, and refuse what cannot work."""
-    loader = Loader(config.run, device)
+    """Load everything that the config names, what takes longest last, and refuse what cannot work.
+
+    Models that are to be sharded stay on the CPU, see `shard_models`.
+    """
+    loader = Loader(config.run, device, mapped=config.policy.shard)
+    frozen = Loader(config.run, device, mapped=config.reference.shard)
     require_engine(config.rollout.engine)
     check_named(config, download=True)
     files = with_files(config, ("data", "eval"))
@@ -96,10 +101,10 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     texts = sets.load("eval.texts", files.eval.texts, held.split, read, held.most_texts)
     config = with_files(config)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
-    model = loaded.model.to(device)
+    model = loaded.model.to(loader.device)
     tokenizer = loaded.tokenizer
-    reference, is_initial_policy = build_reference(config, loader, loaded)
-    scorers = loader.scorers(config.reward)
+    reference, is_initial_policy = build_reference(config, frozen, loaded)
+    scorers = frozen.scorers(config.reward)
     form = resolved_form(config.data, rows[0], tokenizer)
     train, kept = build_prompts(config.model_copy(update={"data": form}), rows, model, tokenizer)
     for prompts in (train, kept):
@@ -111,11 +116,8 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     heldout = PromptStream(kept, size, config.run.seed)
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, loader.dtype)
-    if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
-        for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
-            store_frozen(each, loader.dtype)
     longest, options = stream.longest + sampling.max_new_tokens, config.rollout.engine_options
-    return Setup(
+    setup = Setup(
         policy,
         reference,
         tokenizer,
@@ -128,6 +130,13 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
         bool(form.chat_template),
         engine=None if config.rollout.engine is None else VLLM(policy, longest, options),
     )
+    setup.fingerprints = fingerprints(setup)
+    if config.critic == "separate":
+        setup.trunk = value_trunk(setup)
+    if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
+        for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
+            store_frozen(each, loader.dtype)
+    return setup
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
@@ -151,7 +160,9 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
         if has_adapter(policy):
             keep_start = loaded.began_as_adapter and not is_base
             return AdapterReference(policy, loader.dtype, keep_start=keep_start), not is_base
-        return loader.frozen(copy.deepcopy(policy)), True
+        again = config.policy.shard or config.reference.shard  # a copy takes memory, a mapped file none
+        load = loader.language_model
+        return loader.frozen(load(config.policy.model, "policy.model").model if again else copy.deepcopy(policy)), True
     reference = loader.language_model(ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("reference.model: has another vocabulary than policy.model, so there is no KL between them")
@@ -191,10 +202,7 @@ def usable_prompts(
 
 
 def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: float, std: float) -> ActorCritic:
-    """The policy with its value function, if any; `mean`, `std`: of the reference's shaped scores.
-
-    A separate model starts from the reward model if that reads the policy's tokens, else from the policy.
-    """
+    """The policy with its value function, if any; `mean`, `std`: of the reference's shaped scores."""
     policy, device = setup.policy, setup.policy.device
     if config.critic is None:
         return ActorCritic(policy)
@@ -203,19 +211,34 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
         size += sum(reward.hidden_size for reward in feature_rewards(setup))
         return ActorCritic(policy, critic=FeatureCritic(size, mean, std, config.run.seed).to(device))
     hidden_size = policy.model.config.get_text_config().hidden_size
-    if config.critic == "head":
+    if setup.trunk is None:
         return ActorCritic(policy, HeadValue(hidden_size).to(device))
-    reward = setup.scorers.model
-    if reward is not None and _reads_rows_of(setup, reward) and reward.model.score.out_features == 1:
-        trunk = copy.deepcopy(reward.model.base_model)
-        head = value_head_from_reward(reward.model.score, shaping.mean, shaping.std)
-    else:
-        model = copy.deepcopy(policy.model)
-        trunk = (model.unload() if has_adapter(model) else model).base_model
-        head = zero_head(hidden_size)
-    for parameter in trunk.float().parameters():  # frozen ones may be stored in another dtype
+    reward = _value_start(setup)
+    score = None if reward is None else reward.model.score
+    head = zero_head(hidden_size) if score is None else value_head_from_reward(score, shaping.mean, shaping.std)
+    value = SeparateValue(setup.trunk, head)
+    if config.policy.shard:
+        shard(layers_of(value.trunk.base), device, torch.float32, policy.dtype)
+        shard_root(value, device)
+        setup.sharded.append(value)
+    return ActorCritic(policy, value.to(device))
+
+
+def value_trunk(setup: Setup) -> Trunk:
+    """A separate value function without its head, in float32: see `_value_start`."""
+    reward = _value_start(setup)
+    model = copy.deepcopy((setup.policy if reward is None else reward).model)
+    trunk = (model.unload() if has_adapter(model) else model).base_model.float()
+    for parameter in trunk.parameters():
         parameter.requires_grad_(True)
-    return ActorCritic(policy, SeparateValue(Trunk(trunk, policy.dtype), head).to(device))
+    return Trunk(trunk, setup.policy.dtype)
+
+
+def _value_start(setup: Setup) -> RewardModel | None:
+    """The reward model that a separate value function starts from: one that reads the policy's tokens, else none."""
+    reward = setup.scorers.model
+    fits = reward is not None and _reads_rows_of(setup, reward) and reward.model.score.out_features == 1
+    return reward if fits else None
 
 
 def feature_rewards(setup: Setup) -> list[RewardModel]:
@@ -233,31 +256,26 @@ def _reads_rows_of(setup: Setup, reward: RewardModel) -> bool:
     return reward.limit is None or setup.prompts.longest + setup.sampling.max_new_tokens <= reward.limit
 
 
-def shard_models(config: TrainConfig, setup: Setup, model: ActorCritic) -> None:
-    """Shard models, before an optimizer is made; `setup.sharded` lists them. A head and a critic are small: whole."""
-    policy, device = setup.policy, setup.policy.device
+def shard_models(config: TrainConfig, setup: Setup, device: torch.device) -> None:
+    """Shard what the config says, layer by layer from the disk; `setup.sharded` lists it. All processes call together.
+
+    The embeddings and the head of a frozen model stay whole: each pass in training needs the reference's.
+    """
+    policy = setup.policy
+    frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
+    apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
     if config.policy.shard:
-        one = pack_last([[0]], device)
-        shard([*layers_of(policy.base), policy], device)
-        if isinstance(model.value, SeparateValue):
-            shard([*layers_of(model.value.trunk.base), model.value], device)
-        setup.sharded += [policy, *([model.value] if isinstance(model.value, SeparateValue) else [])]
-        with torch.no_grad():  # the first pass makes all layers part of this root
-            hidden = policy(one)
-            if model.value is not None:
-                model.value(one, hidden)
-        with unsharded(*setup.sharded):  # at its end, what the pass gathered is given back
-            pass
-    if config.reference.shard:
-        frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
-        apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
-        if not apart and not config.policy.shard:
-            raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
-        for each in apart:
-            if not (layers := layers_of(each)):
-                raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
-            shard(layers, device)
-            setup.sharded.append(each)
+        shard(layers_of(policy.base), device, torch.float32, policy.dtype)
+        shard_root(policy, device)
+        setup.sharded.append(policy)
+    elif config.reference.shard and not apart:
+        raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
+    for each in apart if config.reference.shard else ():
+        if not (layers := layers_of(each)):
+            raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
+        shard(layers, device, policy.dtype, policy.dtype)
+        bring(each, device, torch.float32)
+        setup.sharded.append(each)
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -277,7 +295,6 @@ def build_trainer(
 ) -> PPOTrainer:
     """The trainer with its parts. `coef`: the starting beta."""
     model = build_value(config, setup, shaping, scores.mean, scores.spread or 1.0)
-    shard_models(config, setup, model)
     reference = ReferenceStates(setup.reference)
     features = StateFeatures(model.critic, feature_rewards(setup)) if model.critic is not None else None
     rollouts = Rollouts(

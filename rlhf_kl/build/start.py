@@ -36,7 +36,7 @@ from rlhf_kl.program import shell_command
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import OLDEST_TORCH, can_shard
+from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 
@@ -69,7 +69,8 @@ def prepare_training(
     """
     ranks, before = ranks or Ranks(), None
     if saved is None:
-        scores, shaping = score_reference(config, setup, ranks)
+        with unsharded(*setup.sharded):
+            scores, shaping = score_reference(config, setup, ranks)
         coef, note, _ = starting_coef(config, scores)
         if note:
             log.info(note)

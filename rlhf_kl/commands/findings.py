@@ -22,7 +22,7 @@ import torch
 from rlhf_kl import ui
 from rlhf_kl.build.load import Loader
 from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, on_this_machine, run_device
-from rlhf_kl.build.parts import Setup, build_setup, fingerprints, learning_rate
+from rlhf_kl.build.parts import Setup, build_setup, learning_rate
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.build.world import with_files
 from rlhf_kl.commands.loop import evaluate_policy
@@ -209,7 +209,7 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
 def keep_start(config: TrainConfig, setup: Setup, device: torch.device, training: Training) -> bool:
     """Leave the figures from before the first update for `train`, and the states with which it goes on after them."""
     states = {"start": training.state_dict(), "scorers": setup.scorers.state_dict(), "libraries": library_state()}
-    return keep_measured(config, conditions(config, device, 1, fingerprints(setup)), states)
+    return keep_measured(config, conditions(config, device, 1, setup.fingerprints), states)
 
 
 def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], bool]) -> Iterator[Finding]:

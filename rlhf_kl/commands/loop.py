@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.build.machine import run_device
-from rlhf_kl.build.parts import Setup, build_setup, fingerprints
+from rlhf_kl.build.parts import Setup, build_setup, shard_models
 from rlhf_kl.build.plan import EvalPlan
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.final import write_final
@@ -57,11 +57,11 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     device = run_device(config.run, group=True)
     setup = run.ranks.first_before_others(lambda: build_setup(config, device))
     run.config = config = setup.resolved(config)
-    contents = fingerprints(setup)
-    run.check(device, contents)
+    run.check(device, setup.fingerprints)
+    shard_models(config, setup, device)
     start = run.saved("start")
     if start is None:
-        under = conditions(config, device, run.ranks.count, contents)
+        under = conditions(config, device, run.ranks.count, setup.fingerprints)
         if (kept := run.ranks.first(measured_before(run.folder, under))) is not None:
             log.info("the reference's samples, their scores and the checks of the start are those of doctor")
             start = kept["start"]

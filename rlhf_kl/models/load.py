@@ -43,10 +43,14 @@ def quiet_transformers() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Access:
-    """Permissions to load a model in ways that can run other people's code."""
+    """How models are loaded: permissions to run other people's code, and where weights stay.
+
+    `mapped`: in their file, in its dtype, and shared with other processes, until they are sharded; else in float32.
+    """
 
     remote_code: bool = False
     pickle: bool = False
+    mapped: bool = False
 
 
 SAFE = Access()
@@ -64,7 +68,7 @@ def _load(cls: Any, ref: str, access: Access) -> Model:
         with quiet_transformers(), contextlib.redirect_stdout(io.StringIO()):
             model, report = cls.from_pretrained(
                 ref,
-                dtype=torch.float32,
+                dtype="auto" if access.mapped else torch.float32,
                 use_safetensors=None if access.pickle else True,
                 trust_remote_code=access.remote_code,
                 output_loading_info=True,
@@ -155,10 +159,32 @@ def _valid_generation(config: GenerationConfig) -> GenerationConfig:
     return GenerationConfig(**special)
 
 
+@contextlib.contextmanager
+def read_as_float32(model: Model) -> Iterator[None]:
+    """Inside, each module's weights are float32 while it computes: of mapped weights, one module's at a time."""
+    stored: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def widen(module: torch.nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            stored[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def restore(module: torch.nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = stored.pop(parameter)
+
+    narrow = [m for m in model.modules() if any(p.dtype != torch.float32 for p in m.parameters(recurse=False))]
+    with contextlib.ExitStack() as hooks:
+        for module in narrow:
+            hooks.callback(module.register_forward_pre_hook(widen).remove)
+            hooks.callback(module.register_forward_hook(restore).remove)
+        yield
+
+
 def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
     """A causal language model in float32 from a folder or hub id. Errors: InputError with the reason."""
     model = _load(AutoModelForCausalLM, ref, access)
-    with blame(ref):
+    with blame(ref), read_as_float32(model):
         check_head(model)
     return model
 
@@ -273,13 +299,17 @@ def parameter_count(model: torch.nn.Module) -> int:
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:
-    """SHA-256 over the names, types and shapes of all tensors, and some thousand numbers of each; on any device."""
+    """SHA-256 over the names, types and shapes of all tensors, and some thousand numbers of each; on any device.
+
+    As float32, whatever their dtype: a run may go on with weights that are stored in another one.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        digest.update(f"{name} {dtype} {tuple(tensor.shape)}\0".encode())
         # An odd distance, so that numbers of all columns are among them.
         numbers = tensor.detach().reshape(-1)[:: tensor.numel() // 4096 | 1]
-        digest.update(numbers.cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(numbers.to("cpu", dtype).contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -220,7 +220,7 @@ class PPOTrainer:
         half = [row for row in range(len(rollout)) if row // rollout.group % 2 == 0]
         rows = range(len(rollout)) if whole or len(half) < ENOUGH else half
         read = [row for row in rows if row in mine]
-        with unsharded(*self.rollouts.sharded):
+        with unsharded(self.model.policy):
             kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature, read)
         before = rollout.kl(unit)
         change = rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
