@@ -34,6 +34,7 @@ class Ranks:
     """One process, alone. All ranks call the same methods in the same order, whatever their samples are."""
 
     index, count = 0, 1
+    control: Any = None  # the torch group of what is not a gradient
 
     @property
     def writes(self) -> bool:

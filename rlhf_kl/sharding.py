@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.optim import Optimizer
 
 from rlhf_kl.errors import InputError
 
-OLDEST_TORCH = (2, 8)  # its FSDP2 has `set_reshard_after_forward`
+OLDEST_TORCH = (2, 9)  # distributed checkpoints in safetensors
 NamedTensors = Iterable[tuple[str, Tensor]]
+Read = Callable[[dict[str, Tensor]], None]
 
 
 def can_shard() -> bool:
@@ -131,13 +133,19 @@ def local_like(value: Tensor, like: Any) -> Tensor:
     return value.narrow(axis, begin, local(like).shape[axis])
 
 
+def parts_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As `tensors_of`, but what is sharded stays so."""
+    for tensor, names in _named_tensors(module):
+        yield names[0], tensor.detach()
+
+
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and saved buffers by name, tied ones by their first; each is unsharded when it is its turn.
 
     All processes read this together, to its end.
     """
-    for tensor, names in _named_tensors(module):
-        yield names[0], full(tensor.detach())
+    for name, tensor in parts_of(module):
+        yield name, full(tensor)
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
@@ -150,36 +158,45 @@ def _named_tensors(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 
 @torch.no_grad()
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], read: Read | None = None) -> None:
     """Load the tensors of `tensors_of`; tied tensors may have any of their names, and further tensors are ignored.
 
+    `read(into)`: fills tensors by name, where `tensors` has only their shapes and dtypes.
     Errors: InputError, before any change, for tensors that are missing or of another shape.
     """
     named = _named_tensors(module)
-    fitting = [[tensors[n] for n in names if n in tensors and tensors[n].shape == x.shape] for x, names in named]
-    if missing := sorted(names[0] for (_, names), values in zip(named, fitting, strict=True) if not values):
+    fitting = [[n for n in names if n in tensors and tensors[n].shape == x.shape] for x, names in named]
+    if missing := sorted(names[0] for (_, names), found in zip(named, fitting, strict=True) if not found):
         raise InputError(f"tensors are missing or of another shape: {', '.join(missing[:3])}")
-    for (tensor, _), values in zip(named, fitting, strict=True):
-        local(tensor).copy_(local_like(values[0], tensor))
+    into = {found[0]: tensor.detach() for (tensor, _), found in zip(named, fitting, strict=True)}
+    (read or partial(_copy, tensors))(into)
+
+
+def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    for name, tensor in into.items():
+        local(tensor).copy_(local_like(tensors[name], tensor))  # which may be a mapped file
 
 
 def slots_of(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The state of an optimizer, as `{number}.{name}`; see `tensors_of`."""
+    """The state of an optimizer, as `{number}.{name}`; of sharded tensors they are sharded."""
     for number, slot in sorted(optimizer.state_dict()["state"].items()):  # a resumed one has them in another order
         for name, value in sorted(slot.items()):
-            yield f"{number}.{name}", full(torch.as_tensor(value))
+            yield f"{number}.{name}", torch.as_tensor(value)
 
 
 @torch.no_grad()
-def load_slots(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Load the state of `slots_of`; the parameter groups stay unchanged."""
+def load_slots(optimizer: Optimizer, tensors: Mapping[str, Tensor], read: Read | None = None) -> None:
+    """Load the state of `slots_of`; the parameter groups stay unchanged. `read`: see `load_tensors`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()  # frees its memory
-    slots: dict[int, dict[str, Tensor]] = {}
+    into = {}
     for key, value in tensors.items():
+        like = parameters[int(key.split(".", 1)[0])]
+        like = like if value.shape == like.shape else torch.empty(value.shape)
+        into[key] = torch.empty_like(like, dtype=value.dtype)
+    (read or partial(_copy, tensors))(into)
+    slots: dict[int, dict[str, Tensor]] = {}
+    for key, slot in into.items():
         number, name = key.split(".", 1)
-        like = parameters[int(number)]
-        slot = torch.empty_like(like, dtype=value.dtype) if value.shape == like.shape else torch.empty_like(value)
-        local(slot).copy_(local_like(value, slot))  # `value` may be a mapped file
         slots.setdefault(int(number), {})[name] = slot
     optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -64,7 +64,8 @@ class Loader:
         `mapped`: models are sharded later, and until then their weights stay in their files, see `Access`.
         """
         run = run or RunSection()
-        self.device, self.dtype = "cpu" if mapped else device, compute_dtype(run.dtype)
+        self.device: Any = "cpu" if mapped else device
+        self.dtype = compute_dtype(run.dtype)
         self.access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
         self.whole_model = replace(self.access, mapped=mapped)  # an adapter's base is float32: it may be merged
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
-from rlhf_kl.sharding import NamedTensors, load_slots, load_tensors
+from rlhf_kl.sharding import NamedTensors, Read, load_slots, load_tensors
 
 FORMAT = 10  # of the state; raised when older checkpoints cannot be resumed any more
 WAY_OUT = "without this folder the checkpoint before is used"
 SHARD = 1 << 30  # bytes of tensors in a file; a larger tensor has a file of its own
+PARTS = "shard-*.safetensors"  # files of torch's distributed checkpoints
 
 
 @dataclass(frozen=True)
@@ -50,19 +55,39 @@ class Checkpoint:
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights into a module of the same shape, with tied tensors."""
-        tensors = self._mapped("model")
+        stored = self._stored("model")
         with blame(str(self.path)):
-            load_tensors(model, tensors)
+            load_tensors(model, *stored)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the optimizer's state; its parameter groups stay unchanged."""
-        load_slots(optimizer, self._mapped("optimizer"))
+        load_slots(optimizer, *self._stored("optimizer"))
 
-    def _mapped(self, stem: str) -> dict[str, Tensor]:
-        """Tensors that stay on the disk until they are read. Errors: InputError."""
-        paths = sorted(self.path.glob(f"{stem}-*.safetensors"))
+    def _stored(self, stem: str) -> tuple[dict[str, Tensor], Read | None]:
+        """Tensors that stay on the disk until they are copied, or what `load_tensors` takes in their place.
+
+        Each process reads alone what it needs of all files, so the number of processes is free. Errors: InputError.
+        """
         with self._reading():
-            return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+            if not list(self.path.glob(PARTS)):
+                paths = sorted(self.path.glob(f"{stem}-*.safetensors"))
+                return {name: tensor for path in paths for name, tensor in load_file(path).items()}, None
+
+            from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+            from torch.distributed.checkpoint.state_dict_loader import load
+
+            stored = HuggingFaceStorageReader(str(self.path))
+            found: Iterable[tuple[str, Any]] = stored.read_metadata().state_dict_metadata.items()
+            of_stem = [(name.removeprefix(f"{stem}."), each) for name, each in found if name.startswith(f"{stem}.")]
+            shapes = {name: torch.empty(x.size, dtype=x.properties.dtype, device="meta") for name, x in of_stem}
+
+        def read(into: dict[str, Tensor]) -> None:
+            with self._reading(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to load in a single process"
+                named = {f"{stem}.{name}": tensor for name, tensor in into.items()}
+                load(named, storage_reader=stored, no_dist=True)
+
+        return shapes, read
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -72,17 +97,48 @@ class Checkpoint:
             raise InputError(f"{self.path}: cannot be read: {error}; {WAY_OUT}") from None
 
 
+def save_parts(place: Path, model: NamedTensors, optimizer: NamedTensors, group: Any) -> None:
+    """Write what each process of `group` holds of sharded tensors into one folder; all call together.
+
+    Errors: OSError, on all of them, if a disk is full or fails.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    tensors = {f"{stem}.{n}": x for stem, named in (("model", model), ("optimizer", optimizer)) for n, x in named}
+    sizes = accumulate(tensor.nbytes / dist.get_world_size(group) for tensor in tensors.values())
+    files = {name: 1 + int(size // SHARD) for name, size in zip(tensors, sizes, strict=True)}
+    writer = HuggingFaceStorageWriter(str(place), files, save_distributed=True)
+    try:
+        save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        failure = next(iter(error.failures.values()))[0]
+        number = failure.errno if isinstance(failure, OSError) else None
+        raise OSError(number or errno.EIO, str(failure), str(place)) from error
+
+
 def save_checkpoint(
-    folder: Path, step: int, model: NamedTensors, optimizer: NamedTensors, state: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    model: NamedTensors,
+    optimizer: NamedTensors,
+    state: Mapping[str, Any],
+    parts: Path | None = None,
 ) -> Checkpoint:
     """Write checkpoint `step` into `folder`. Errors: OSError if the disk is full or fails.
 
-    `model` and `optimizer`: of `tensors_of` and `slots_of`. Memory holds at most one shard of them, and one tensor.
+    `model` and `optimizer`: of `tensors_of` and `slots_of`, or with `parts` what `save_parts` wrote there.
     """
 
     def write(place: Path) -> None:
-        _write_shards(place / "model", model)
-        _write_shards(place / "optimizer", optimizer)
+        if parts is None:
+            _write_shards(place / "model", model)
+            _write_shards(place / "optimizer", optimizer)
+        else:
+            for path in parts.iterdir():
+                path.rename(place / path.name)
+            parts.rmdir()
         files = sorted(path.name for path in place.iterdir())
         (place / "state.json").write_text(json.dumps({"format": FORMAT, "files": files, **state}), encoding="utf-8")
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -20,7 +19,7 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
 from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
 from rlhf_kl.program import keep_threads
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, usual_interval
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, save_parts, usual_interval
 from rlhf_kl.run.folder import RunFolder, lock_run_folder, write_atomic
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
@@ -36,7 +35,7 @@ from rlhf_kl.run.resume import (
 )
 from rlhf_kl.run.signals import StopRequest, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
-from rlhf_kl.sharding import NamedTensors, slots_of, tensors_of
+from rlhf_kl.sharding import NamedTensors, is_sharded, parts_of, slots_of
 from rlhf_kl.ui import log
 
 
@@ -240,8 +239,13 @@ class Run:
         """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
         first, *others = self.ranks.all(self.ranks.run(self._own_states))
         states = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
-        tensors, slots = tensors_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
-        self.ranks.run(lambda: self._write(step, tensors, slots, states))  # all wait until it is complete
+        tensors, slots = parts_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
+        parts = self.folder.checkpoints / f".parts.{step}.tmp" if self._sharded else None
+        if parts is not None:
+            self.ranks.run(lambda: save_parts(parts, tensors, slots, self.ranks.control))
+        if self.ranks.writes:
+            write = partial(self._write_checkpoint, step, tensors, slots, states, parts)
+        self.ranks.run(write if self.ranks.writes else lambda: None)  # all wait until it is complete
 
     def save_sound(self, step: int) -> None:
         """As `save`, where what is tracked may be saved."""
@@ -252,20 +256,18 @@ class Run:
         others = {name: one for name, one in self.tracked.items() if name not in ("model", "optimizer")}
         return {name: one.state_dict() for name, one in others.items()} | {"libraries": library_state()}
 
-    def _write(self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any]) -> None:
-        try:
-            if self.ranks.writes:
-                self._write_checkpoint(step, model, optimizer, states)
-        finally:
-            for _ in chain(model, optimizer):  # after a failure too: the other ranks go on gathering
-                pass
+    @property
+    def _sharded(self) -> bool:
+        return any(map(is_sharded, self.tracked["model"].parameters()))
 
-    def _write_checkpoint(self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any]) -> None:
+    def _write_checkpoint(
+        self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any], parts: Path | None
+    ) -> None:
         for file in self._files():
             file.sync()  # a checkpoint never counts rows that are not on the disk
         lengths = {file.path.name: file.size for file in self._files()}
         state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths, **self._inputs}
-        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state)
+        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state, parts)
         self._prune()
 
     def _prune(self) -> None:
