@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,18 @@ def memory_for(work: str, change: str) -> Iterator[None]:
         if not memory_is_full(error):
             raise
         raise MemoryFull(f"memory is full: {work}", change) from error
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes of a device; of a CPU's, this process's part."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+
+    import psutil
+
+    return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def kept_per_token(model: Any) -> int:

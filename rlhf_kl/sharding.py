@@ -31,10 +31,10 @@ def can_shard() -> bool:
 
 
 def shard(layers: Iterable[nn.Module], device: torch.device, stored: torch.dtype, computed: torch.dtype) -> None:
-    """Shard the tensors of each layer, and give what a process does not keep back before the next one.
+    """Shard the matrices of each layer, and give what a process does not keep back before the next one.
 
-    Weights come to the device as `stored`, layer by layer; passes gather them as `computed`, and sum their gradients
-    in float32.
+    They come to the device as `stored`, layer by layer; passes gather them as `computed`, and sum their gradients in
+    float32. Vectors (norms, biases) are small, and float32 in every pass: each process has them whole.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -42,7 +42,8 @@ def shard(layers: Iterable[nn.Module], device: torch.device, stored: torch.dtype
     precision = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers:
         bring(layer, device, stored)
-        fully_shard(layer, mesh=_mesh(device), mp_policy=precision)
+        vectors = {parameter for parameter in layer.parameters() if parameter.dim() < 2}
+        fully_shard(layer, mesh=_mesh(device), mp_policy=precision, ignored_params=vectors)
 
 
 def shard_root(root: nn.Module, device: torch.device) -> None:
@@ -50,15 +51,17 @@ def shard_root(root: nn.Module, device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard
 
     bring(root, device, torch.float32)
-    fully_shard(root, mesh=_mesh(device))
+    vectors = {parameter for parameter in root.parameters() if parameter.dim() < 2}
+    fully_shard(root, mesh=_mesh(device), ignored_params=vectors)
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # else the first layer that samples becomes a root
 
 
 def bring(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move to the device what is not sharded yet; parameters get the dtype."""
+    """Move to the device what is not sharded yet; matrices get the dtype, vectors float32."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not is_sharded(tensor):
-            tensor.data = tensor.data.to(device, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+            kind = dtype if tensor.dim() > 1 else torch.float32
+            tensor.data = tensor.data.to(device, kind if isinstance(tensor, nn.Parameter) else tensor.dtype)
 
 
 @functools.cache
@@ -86,6 +89,13 @@ def unsharded(*roots: nn.Module) -> Iterator[None]:
             part.reshard()
             # The backward pass needs the root again at once.
             part.set_reshard_after_forward(part not in roots, recurse=False)
+
+
+def sum_gradients(modules: Iterable[Any], now: bool) -> None:
+    """Whether the next backward pass sums the gradients of sharded modules over the processes, or keeps them whole."""
+    for module in modules:
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(now)
 
 
 def _forget_passes(part: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.events import Event, UpdateSkipped
 from rlhf_kl.kl_controllers import KLController
-from rlhf_kl.memory import SMALLER_PASS, memory_for, sized, tokens_of_a_pass
+from rlhf_kl.memory import SMALLER_PASS, free_memory, memory_for, sized, tokens_of_a_pass
 from rlhf_kl.models.value import ActorCritic, freezing, values_in
 from rlhf_kl.ops.head import token_kl, token_logprobs
 from rlhf_kl.ops.kl import ESTIMATORS
@@ -26,9 +26,10 @@ from rlhf_kl.ppo.rate import LearningRate, Progress, allowed_rise
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import is_sharded, local, unsharded
+from rlhf_kl.sharding import is_sharded, local, sum_gradients, unsharded
 from rlhf_kl.types import RolloutBatch
 
+WHOLE = 4  # times the size of the whole gradients must be free to keep them between microbatches
 ENOUGH = 16  # responses for the change of the KL in an update
 
 
@@ -97,6 +98,9 @@ class PPOTrainer:
         self.policy = [p for p in model.policy.parameters() if p.requires_grad]
         self.trained = model.trained  # the policy, and a value function that learns in its loss
         self.sharded = any(map(is_sharded, self.trained))
+        # Several microbatches of sharded weights: whole gradients take memory, summing each time takes messages.
+        whole = sum(p.numel() * p.element_size() for p in self.trained if is_sharded(p))
+        self.sums_once = all(self.ranks.all(WHOLE * whole < free_memory(model.policy.device)))
         self.rows = sized(config.ppo.microbatch_size or config.minibatch_size)  # of a pass, at most
         self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
         self.progress = Progress(start)
@@ -168,8 +172,11 @@ class PPOTrainer:
 
     def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
         """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
-        passes = []
-        for packed in self.passes(layout, self.ranks.mine(rows).tolist()):
+        passes, microbatches = [], list(self.passes(layout, self.ranks.mine(rows).tolist()))
+        for packed in microbatches:
+            if self.sharded:
+                now = packed is microbatches[-1] or not self.sums_once
+                sum_gradients([self.model.policy, *([] if self.model.value is None else [self.model.value])], now)
             with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", SMALLER_PASS):
                 loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
@@ -234,7 +241,7 @@ class PPOTrainer:
             most = tokens_of_a_pass(self.model.policy.module, layout.device, self.config.run.dtype, models=models)
         if self.sharded:  # the ranks gather each layer together, so all make equally many passes
             groups = layout.groups(rows, most_rows=self.rows, most_tokens=most)
-            yield from map(layout.pack, split_groups(groups, max(self.ranks.all(len(groups)))))
+            yield from map(layout.pack, split_groups(groups, int(self.ranks.gather(torch.tensor(len(groups))).max())))
             return
         # Layers that recompute their activations keep no keys and values that rows could share.
         share = self.model.policy.shares_prompts and not self.config.policy.gradient_checkpointing

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_kl.models.load import save_model
 from rlhf_kl.run.log import read_jsonl
@@ -35,6 +36,8 @@ VARIANTS: dict[str, list[str]] = {
     "sharded-rloo": ["ppo.advantage=rloo", "rollout.samples_per_prompt=4"],
     "sharded-recompute": ["policy.gradient_checkpointing=true"],
     "sharded-gold": ["reward.gold=GOLD"],
+    "sharded-microbatches": ["ppo.microbatch_size=2"],
+    "sharded-half": ["policy.model=HALF"],
     "frozen-ceiling": ["reference.model=OTHER", "kl.ceiling.value=0.02", "kl.target=0.01"],
 }
 NEEDS_SHARDS = pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
@@ -54,9 +57,12 @@ def runs(
     tmp_path_factory: Any, tiny_settings: Any, rlhf_kl: Make, together: Make, tiny_reward_folder: Path, other: Path
 ) -> Runs:
     """The folders of the run in one process and in two."""
+    half = tmp_path_factory.mktemp("half")  # whose weights are read as float32, layer by layer
+    AutoModelForCausalLM.from_pretrained(other).bfloat16().save_pretrained(half)
+    AutoTokenizer.from_pretrained(other).save_pretrained(half)
     place = tmp_path_factory.mktemp("two")
     (place / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    folders = {"GOLD": tiny_reward_folder, "OTHER": other}
+    folders = {"GOLD": tiny_reward_folder, "OTHER": other, "HALF": half}
 
     def words(variant: str, count: int) -> list[Any]:
         shards = {"sharded": SHARDS, "frozen": SHARDS[1:]}.get(variant.partition("-")[0], [])
@@ -115,22 +121,42 @@ def test_two_processes_make_the_run_of_one(runs: Runs, variant: str) -> None:
 
 
 @NEEDS_SHARDS
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 3)])
 def test_a_run_goes_on_with_or_without_shards(
-    runs: Runs, together: Make, tiny_settings: dict[str, Any], tmp_path: Path, first: int
+    rlhf_kl: Make, together: Make, tiny_settings: dict[str, Any], tmp_path: Path, counts: tuple[int, int]
 ) -> None:
     """Three updates in some processes, three in others: the run of one process."""
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    words = ["train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    sizes = {"rollout": {"batch_size": 12}, "ppo": {"total_episodes": 72, "minibatch_size": 12, "microbatch_size": 4}}
+    settings = tiny_settings | {name: tiny_settings[name] | more for name, more in sizes.items()}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    words = ["train", "--config", tmp_path / "tiny.yaml", "--quiet", "--output-dir"]
+    assert rlhf_kl(*words, tmp_path / "one").code == 0
     shards = [word for setting in SHARDS for word in ("--set", setting)]
-    for count, more in ((first, ["--set", "ppo.total_episodes=48"]), (3 - first, ["--resume"])):
-        result = together([[*words, *more, *(shards if count > 1 else [])]], count)
+    for count, more in zip(counts, (["--set", "ppo.total_episodes=36"], ["--resume"]), strict=True):
+        result = together([[*words, tmp_path / "run", *more, *(shards if count > 1 else [])]], count)
         assert result.codes == [[0]] * count, result.output
-    whole, parts = updates(runs["default"][0]), updates(tmp_path / "run")
-    assert [row["dist/world_size"] for row in parts] == [first] * 3 + [3 - first] * 3
+    whole, parts = updates(tmp_path / "one"), updates(tmp_path / "run")
+    assert [row["dist/world_size"] for row in parts] == [counts[0]] * 3 + [counts[1]] * 3
     for a, b in zip(whole, parts, strict=True):
         for key in ("kl/token", "kl/coef", "objective/scores", "policy/loss", "value/loss", "eval/perplexity"):
             assert_close(a.get(key), b.get(key), f"update {a['step']}, {key}")
+
+
+@NEEDS_SHARDS
+def test_sharded_weights_in_bfloat16(
+    rlhf_kl: Make, together: Make, tiny_settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Layers are gathered in bfloat16; the policy begins as its reference, and learns as in one process."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    words = ["train", "--config", tmp_path / "tiny.yaml", "--quiet", "--set", "run.dtype=bfloat16", "--output-dir"]
+    assert rlhf_kl(*words, tmp_path / "one").code == 0
+    result = together([[*words, tmp_path / "two", *[word for each in SHARDS for word in ("--set", each)]]])
+    assert result.codes == [[0], [0]], result.output
+    one, two = updates(tmp_path / "one"), updates(tmp_path / "two")
+    assert two[0]["kl/token"] < 1e-6
+    for a, b in zip(one, two, strict=True):
+        for key in ("kl/token", "objective/scores", "policy/loss", "policy/grad_norm"):
+            assert b[key] == pytest.approx(a[key], rel=0.02, abs=2e-4), (a["step"], key)
 
 
 @NEEDS_SHARDS

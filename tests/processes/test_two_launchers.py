@@ -7,9 +7,11 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -31,15 +33,13 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_two_launchers_of_accelerate_make_the_run_of_one(
-    rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, port: int
-) -> None:
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    words = ["train", "--config", str(tmp_path / "tiny.yaml"), "--quiet", "--output-dir", str(tmp_path / "two")]
-    assert rlhf_kl(*words[:-1], tmp_path / "one").code == 0
+def launched(settings: dict[str, Any], place: Path, port: int) -> list[subprocess.Popen[str]]:
+    """`train` of tiny.yaml into `two/`, by a launcher for each of two processes."""
+    (place / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    words = ["train", "--config", str(place / "tiny.yaml"), "--quiet", "--output-dir", str(place / "two")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    on_cpu = tiny_settings["run"]["device"] == "cpu"
-    started = [
+    on_cpu = settings["run"]["device"] == "cpu"
+    return [
         subprocess.Popen(
             [sys.executable, *ACCELERATE.format(port=port, rank=rank).split(), "-m", "rlhf_kl", *words],
             env=environment | ({"ACCELERATE_USE_CPU": "true"} if on_cpu else {"CUDA_VISIBLE_DEVICES": str(rank)}),
@@ -49,9 +49,35 @@ def test_two_launchers_of_accelerate_make_the_run_of_one(
         )
         for rank in range(2)
     ]
+
+
+def test_two_launchers_of_accelerate_make_the_run_of_one(
+    rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, port: int
+) -> None:
+    started = launched(tiny_settings, tmp_path, port)
     told = [process.communicate(timeout=200)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], told
+    words = ["train", "--config", tmp_path / "tiny.yaml", "--quiet", "--output-dir", tmp_path / "one"]
+    assert rlhf_kl(*words).code == 0
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_launcher_s_end_ends_the_other_with_its_reason(
+    tiny_settings: dict[str, Any], tmp_path: Path, port: int, killed: int
+) -> None:
+    long = tiny_settings | {"ppo": tiny_settings["ppo"] | {"total_episodes": 16 * 2000}}
+    started = launched(long, tmp_path, port)
+    while not list((tmp_path / "two" / "checkpoints").glob("step-*")):
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.1)
+    launcher = psutil.Process(started[killed].pid)
+    for process in (launcher, *launcher.children(recursive=True)):  # as a machine that goes off
+        process.kill()
+    words = " ".join(started[1 - killed].communicate(timeout=60)[0].split())
+    assert started[1 - killed].returncode != 0
+    assert "another process of the group has ended: --resume goes on from the last checkpoint" in words
+    started[killed].communicate()
 
 
 def assert_same_run(alone: Path, together: Path) -> None:
