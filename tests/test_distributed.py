@@ -100,7 +100,7 @@ def test_what_does_not_fit_changes_nothing(tensors: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize(
     ("processes", "oldest", "message"),
     [
-        (2, (99, 0), "policy.shard: torch 2.8 or newer is needed"),
+        (2, (99, 0), "policy.shard: torch 2.9 or newer is needed"),
         (1, (2, 0), "policy.shard: needs several processes: start them with torchrun"),
     ],
 )

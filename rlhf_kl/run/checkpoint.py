@@ -138,7 +138,6 @@ def save_checkpoint(
         else:
             for path in parts.iterdir():
                 path.rename(place / path.name)
-            parts.rmdir()
         files = sorted(path.name for path in place.iterdir())
         (place / "state.json").write_text(json.dumps({"format": FORMAT, "files": files, **state}), encoding="utf-8")
 

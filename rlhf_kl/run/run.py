@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,11 +242,14 @@ class Run:
         states = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
         tensors, slots = parts_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
         parts = self.folder.checkpoints / f".parts.{step}.tmp" if self._sharded else None
-        if parts is not None:
-            self.ranks.run(lambda: save_parts(parts, tensors, slots, self.ranks.control))
-        if self.ranks.writes:
-            write = partial(self._write_checkpoint, step, tensors, slots, states, parts)
-        self.ranks.run(write if self.ranks.writes else lambda: None)  # all wait until it is complete
+        write = partial(self._write_checkpoint, step, tensors, slots, states, parts)
+        try:
+            if parts is not None:
+                self.ranks.run(lambda: save_parts(parts, tensors, slots, self.ranks.control))
+            self.ranks.run(write if self.ranks.writes else lambda: None)  # all wait until it is complete
+        finally:
+            if parts is not None and self.ranks.writes:
+                shutil.rmtree(parts, ignore_errors=True)
 
     def save_sound(self, step: int) -> None:
         """As `save`, where what is tracked may be saved."""

@@ -9,17 +9,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
 from rlhf_kl import cli
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
-from rlhf_kl.run import checkpoint
 from rlhf_kl.run.run import Run
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which call
     "rollout": (Rollouts, "sample", 3),
     "update": (PPOTrainer, "backward", 6),  # two minibatches in each update
-    "checkpoint": (Run, "_write", 2),
-    "shard": (checkpoint, "save_file", 5),  # of the third checkpoint; the optimizer is still to come
+    "checkpoint": (Run, "save", 2),
+    "shard": (HuggingFaceStorageWriter, "write_data", 2),  # of the second checkpoint of sharded weights
 }
 
 

@@ -20,6 +20,7 @@ KILLS = [  # which ranks die, when, on how many processes the run goes on, with 
     ("0,1", "checkpoint", 2, False),
     ("0", "update", 2, True),
     ("1", "rollout", 1, True),
+    ("1", "shard", 2, True),
 ]
 
 
