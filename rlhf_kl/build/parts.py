@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,9 +134,9 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     setup.fingerprints = fingerprints(setup)
     if config.critic == "separate":
         setup.trunk = value_trunk(setup)
-    if not (config.policy.shard or config.reference.shard):  # a sharded layer has one dtype
-        for each in (model, reference.model, *(reward.model for reward in scorers.models.values())):
-            store_frozen(each, loader.dtype)
+    stored = [] if config.policy.shard else [model]  # in a sharded layer, what is trained decides
+    for each in [*stored, *([] if config.reference.shard else frozen_models(setup))]:
+        store_frozen(each, loader.dtype)
     return setup
 
 
@@ -261,21 +262,29 @@ def shard_models(config: TrainConfig, setup: Setup, device: torch.device) -> Non
 
     The embeddings and the head of a frozen model stay whole: each pass in training needs the reference's.
     """
-    policy = setup.policy
-    frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
-    apart = [each for each in frozen if each is not policy.model]  # an adapter's reference is the policy
+    policy, frozen = setup.policy, frozen_models(setup)
     if config.policy.shard:
+        if not Path(config.run.output_dir).is_dir():
+            raise InputError(
+                f"policy.shard: all machines write to {config.run.output_dir}, which this one does not see"
+            )
         shard(layers_of(policy.base), device, torch.float32, policy.dtype)
         shard_root(policy, device)
         setup.sharded.append(policy)
-    elif config.reference.shard and not apart:
+    elif config.reference.shard and not frozen:
         raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
-    for each in apart if config.reference.shard else ():
+    for each in frozen if config.reference.shard else ():
         if not (layers := layers_of(each)):
             raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
         shard(layers, device, policy.dtype, policy.dtype)
         bring(each, device, torch.float32)
         setup.sharded.append(each)
+
+
+def frozen_models(setup: Setup) -> list[Any]:
+    """The models that are only read, without the policy: an adapter's reference is the policy."""
+    frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
+    return [each for each in frozen if each is not setup.policy.model]
 
 
 def layers_of(model: Any) -> list[nn.Module]:

@@ -241,7 +241,8 @@ class Run:
         first, *others = self.ranks.all(self.ranks.run(self._own_states))
         states = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
         tensors, slots = parts_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
-        parts = self.folder.checkpoints / f".parts.{step}.tmp" if self._sharded else None
+        sharded = any(map(is_sharded, self.tracked["model"].parameters()))
+        parts = self.folder.checkpoints / f".parts.{step}.tmp" if sharded else None
         write = partial(self._write_checkpoint, step, tensors, slots, states, parts)
         try:
             if parts is not None:
@@ -259,10 +260,6 @@ class Run:
     def _own_states(self) -> dict[str, Any]:
         others = {name: one for name, one in self.tracked.items() if name not in ("model", "optimizer")}
         return {name: one.state_dict() for name, one in others.items()} | {"libraries": library_state()}
-
-    @property
-    def _sharded(self) -> bool:
-        return any(map(is_sharded, self.tracked["model"].parameters()))
 
     def _write_checkpoint(
         self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any], parts: Path | None

@@ -44,8 +44,8 @@ class PolicySection(TunedSection):
     shard: bool = False
     """Shard the weights, gradients and Adam's moments of the trained models over the processes (FSDP2).
 
-    Each process gathers one layer at a time in training, and the whole model to sample.
-    Never run: GPUs, more than two processes.
+    Each process reads its part from the disk. It gathers one layer at a time in training, and all of them to sample.
+    Never run: GPUs.
     """
 
 
@@ -53,7 +53,10 @@ class ReferenceSection(Section):
     model: OptionalSource = None
     """Reference model for the KL; null = a frozen copy of the starting policy."""
     shard: bool = False
-    """Shard the layers of reference and reward models over processes; gathered for a rollout. Never run: GPUs."""
+    """Shard the layers of reference and reward models over the processes, in the run's dtype; gathered for a rollout.
+
+    Never run: GPUs.
+    """
 
 
 class PromptsSection(Section):
