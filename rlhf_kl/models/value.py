@@ -174,4 +174,4 @@ def values_in(reference: LM, policy: nn.Module) -> Callable[[], list[Tensor]] | 
     trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     if any(name not in there or there[name].shape != p.shape for name, p in trained):
         return None
-    return lambda: [local_like(there[name], p) for name, p in trained]
+    return lambda: [local_like(there[name].to(p.device), p) for name, p in trained]  # a start may be kept on the CPU

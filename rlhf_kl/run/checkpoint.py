@@ -114,8 +114,8 @@ def save_parts(place: Path, model: NamedTensors, optimizer: NamedTensors, group:
         save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
-        number = failure.errno if isinstance(failure, OSError) else None
-        raise OSError(number or errno.EIO, str(failure), str(place)) from error
+        own = failure if isinstance(failure, OSError) and failure.errno else OSError(errno.EIO, str(failure))
+        raise OSError(own.errno, own.strerror, str(place)) from error
 
 
 def save_checkpoint(
