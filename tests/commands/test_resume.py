@@ -60,7 +60,7 @@ class Drawing:
 """
 RUNS = {  # what is called when the run dies, at which call, and the run
     "update": (PPOTrainer, "backward", 9, ["ppo.lr_schedule=adaptive", "ppo.learning_rate=0.05", "kl.target=0.05"]),
-    "checkpoint": (Run, "_write", 2, ["policy.value=head", "policy.lora={r: 4, alpha: 8.0}"]),
+    "checkpoint": (Run, "_write_checkpoint", 2, ["policy.value=head", "policy.lora={r: 4, alpha: 8.0}"]),
     "rollout": (
         Rollouts,
         "sample",
