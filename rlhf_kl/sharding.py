@@ -46,14 +46,21 @@ def shard(layers: Iterable[nn.Module], device: torch.device, stored: torch.dtype
         fully_shard(layer, mesh=_mesh(device), mp_policy=precision, ignored_params=vectors)
 
 
-def shard_root(root: nn.Module, device: torch.device) -> None:
-    """Shard what the layers have left, and make `root` the module that training passes call."""
+def shard_trained(root: nn.Module, model: Any, device: torch.device, computed: torch.dtype) -> None:
+    """Shard the layers of a transformers model and what they leave; training passes call `root`, which has them."""
     from torch.distributed.fsdp import fully_shard
 
+    shard(layers_of(model), device, torch.float32, computed)
     bring(root, device, torch.float32)
     vectors = {parameter for parameter in root.parameters() if parameter.dim() < 2}
     fully_shard(root, mesh=_mesh(device), ignored_params=vectors)
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # else the first layer that samples becomes a root
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers of a transformers model, by the class names that the model lists."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def bring(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -67,7 +67,7 @@ class Loader:
         self.device: Any = "cpu" if mapped else device
         self.dtype = compute_dtype(run.dtype)
         self.access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
-        self.whole_model = replace(self.access, mapped=mapped)  # an adapter's base is float32: it may be merged
+        self.mapped = replace(self.access, mapped=mapped)  # of a whole model; an adapter's base is float32
 
     # ---- models
 
@@ -81,10 +81,14 @@ class Loader:
         with blame(key):
             return load_tokenizer(self.folder(ref), self.access)
 
-    def language_model(self, ref: str, key: str, *, keep_adapter: bool = False) -> Loaded:
-        """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`."""
+    def language_model(self, ref: str, key: str, *, keep_adapter: bool = False, adapted: bool = False) -> Loaded:
+        """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`.
+
+        `adapted`: it gets an adapter next, so it is float32.
+        """
+        access = self.access if adapted else self.mapped
         with ui.progress(f"loading {key}"), blame(key):
-            return self._language_model(ref, self.whole_model, keep_adapter=keep_adapter)
+            return self._language_model(ref, access, keep_adapter=keep_adapter)
 
     def _language_model(self, ref: str, access: Access, *, keep_adapter: bool = False) -> Loaded:
         folder = self.folder(ref)
@@ -104,9 +108,8 @@ class Loader:
 
         An adapter is trained further, or with a fresh one merged first.
         """
-        if section.lora is not None:
-            self.whole_model = self.access
-        loaded = self.language_model(ref, "policy.model", keep_adapter=section.lora is None)
+        fresh = section.lora is not None
+        loaded = self.language_model(ref, "policy.model", keep_adapter=not fresh, adapted=fresh)
         model = tuned(loaded.model, section, base_name(ref, loaded), seed)
         return Loaded(model, loaded.tokenizer, loaded.folder, loaded.began_as_adapter and section.lora is None)
 
@@ -117,7 +120,7 @@ class Loader:
             if is_adapter(folder):
                 model, tokenizer = self._classifier_of_adapter(folder, section.label)
             else:
-                model = load_reward_model(folder, self.whole_model, section.label)
+                model = load_reward_model(folder, self.mapped, section.label)
                 tokenizer = load_tokenizer(folder, self.access)
             form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
             model = freeze(model).to(self.device)

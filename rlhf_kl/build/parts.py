@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
-from rlhf_kl.sharding import bring, shard, shard_root
+from rlhf_kl.sharding import shard_trained
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 
@@ -219,8 +218,7 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
     head = zero_head(hidden_size) if score is None else value_head_from_reward(score, shaping.mean, shaping.std)
     value = SeparateValue(setup.trunk, head)
     if config.policy.shard:
-        shard(layers_of(value.trunk.base), device, torch.float32, policy.dtype)
-        shard_root(value, device)
+        shard_trained(value, value.trunk.base, device, policy.dtype)
         setup.sharded.append(value)
     return ActorCritic(policy, value.to(device))
 
@@ -257,40 +255,10 @@ def _reads_rows_of(setup: Setup, reward: RewardModel) -> bool:
     return reward.limit is None or setup.prompts.longest + setup.sampling.max_new_tokens <= reward.limit
 
 
-def shard_models(config: TrainConfig, setup: Setup, device: torch.device) -> None:
-    """Shard what the config says, layer by layer from the disk; `setup.sharded` lists it. All processes call together.
-
-    The embeddings and the head of a frozen model stay whole: each pass in training needs the reference's.
-    """
-    policy, frozen = setup.policy, frozen_models(setup)
-    if config.policy.shard:
-        if not Path(config.run.output_dir).is_dir():
-            raise InputError(
-                f"policy.shard: all machines write to {config.run.output_dir}, which this one does not see"
-            )
-        shard(layers_of(policy.base), device, torch.float32, policy.dtype)
-        shard_root(policy, device)
-        setup.sharded.append(policy)
-    elif config.reference.shard and not frozen:
-        raise InputError("reference.shard: no frozen model is separate from the policy: set policy.shard")
-    for each in frozen if config.reference.shard else ():
-        if not (layers := layers_of(each)):
-            raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
-        shard(layers, device, policy.dtype, policy.dtype)
-        bring(each, device, torch.float32)
-        setup.sharded.append(each)
-
-
 def frozen_models(setup: Setup) -> list[Any]:
     """The models that are only read, without the policy: an adapter's reference is the policy."""
     frozen = [setup.reference.model, *(reward.model for reward in setup.scorers.models.values())]
     return [each for each in frozen if each is not setup.policy.model]
-
-
-def layers_of(model: Any) -> list[nn.Module]:
-    """The layers of a transformers model, by the class names that the model lists."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def build_trainer(

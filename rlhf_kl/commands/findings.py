@@ -35,7 +35,7 @@ from rlhf_kl.data.texts import read_pairs
 from rlhf_kl.errors import EngineFailed, GuardStop, InputError, MemoryFull
 from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.kl_controllers.tilt import best_of_n
-from rlhf_kl.memory import LESS_MEMORY, memory_is_full
+from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all
@@ -269,11 +269,9 @@ def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tu
 
 def check_memory(config: TrainConfig, device: torch.device, peak: int, tokens: float) -> Finding:
     """Whether the largest update fits, by its peak in one process: of several that shard each holds less."""
-    if device.type == "cuda":  # free bytes, with those that this process holds
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    else:
-        free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
-    room, where = int(SHARE * free), f"an update with {tokens:.0%} of the most tokens possible, measured in one process"
+    own = torch.cuda.memory_reserved(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    room = int(SHARE * (free_memory(device) + own))
+    where = f"an update with {tokens:.0%} of the most tokens possible, measured in one process"
     message = f"{peak / 2**30:.2f} GiB at the peak of {where}; {room / 2**30:.1f} GiB to use"
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
     change = f"a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true"

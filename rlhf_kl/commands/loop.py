@@ -9,8 +9,9 @@ from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.build.machine import run_device
-from rlhf_kl.build.parts import Setup, build_setup, shard_models
+from rlhf_kl.build.parts import Setup, build_setup
 from rlhf_kl.build.plan import EvalPlan
+from rlhf_kl.build.shards import shard_models
 from rlhf_kl.build.start import Training, check_sizes, prepare_training
 from rlhf_kl.commands.final import write_final
 from rlhf_kl.commands.samples import heldout_rows, sample_rows

@@ -177,7 +177,7 @@ def read_as_float32(model: Model) -> Iterator[None]:
     with contextlib.ExitStack() as hooks:
         for module in narrow:
             hooks.callback(module.register_forward_pre_hook(widen).remove)
-            hooks.callback(module.register_forward_hook(restore).remove)
+            hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
         yield
 
 

@@ -85,7 +85,8 @@ class Checkpoint:
             with self._reading(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to load in a single process"
                 named = {f"{stem}.{name}": tensor for name, tensor in into.items()}
-                load(named, storage_reader=stored, no_dist=True)
+                with own_errors(self.path):
+                    load(named, storage_reader=stored, no_dist=True)
 
         return shapes, read
 
@@ -102,7 +103,6 @@ def save_parts(place: Path, model: NamedTensors, optimizer: NamedTensors, group:
 
     Errors: OSError, on all of them, if a disk is full or fails.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -110,8 +110,17 @@ def save_parts(place: Path, model: NamedTensors, optimizer: NamedTensors, group:
     sizes = accumulate(tensor.nbytes / dist.get_world_size(group) for tensor in tensors.values())
     files = {name: 1 + int(size // SHARD) for name, size in zip(tensors, sizes, strict=True)}
     writer = HuggingFaceStorageWriter(str(place), files, save_distributed=True)
-    try:
+    with own_errors(place):
         save(tensors, storage_writer=writer, process_group=group)
+
+
+@contextmanager
+def own_errors(place: Path) -> Iterator[None]:
+    """Raise the first failure inside a distributed checkpoint as the OSError that it was, or as EIO."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
         own = failure if isinstance(failure, OSError) and failure.errno else OSError(errno.EIO, str(failure))

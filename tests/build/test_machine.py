@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.build.machine import bfloat16_slowdown, group_size, on_this_machine, pick_device, run_device
-from rlhf_kl.build.parts import shard_models
+from rlhf_kl.build.shards import shard_models
 from rlhf_kl.commands.findings import check_dtype
 from rlhf_kl.commands.train import train_command
 from rlhf_kl.config.schema import TrainConfig
@@ -242,6 +242,14 @@ def test_an_adapters_reference_is_the_policy() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(InputError, match=r"no frozen model is separate from the policy: set policy\.shard"):
         shard(model, model)
+
+
+def test_a_machine_that_does_not_see_the_run_s_folder(tmp_path: Path) -> None:
+    settings = {"policy": {"model": "builtin:reviews", "shard": True}, "run": {"output_dir": str(tmp_path / "run")}}
+    lm = SimpleNamespace(model=nn.Linear(1, 1), device=torch.device("cpu"))
+    parts: Any = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers(), sharded=[])
+    with pytest.raises(InputError, match=r"policy\.shard: all machines write to .*/run, which this one does not see"):
+        shard_models(TrainConfig.model_validate(settings), parts, torch.device("cpu"))
 
 
 def test_a_model_that_does_not_name_its_layers() -> None:

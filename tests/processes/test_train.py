@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
+from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import can_shard
 from tests.made import Make
@@ -121,6 +127,31 @@ def test_two_processes_make_the_run_of_one(runs: Runs, variant: str) -> None:
 
 
 @NEEDS_SHARDS
+def test_a_part_of_a_checkpoint_that_cannot_be_read_is_one_line(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    folder = runs["sharded"][1]
+    shutil.copytree(folder / "checkpoints" / "step-000004", place := tmp_path / "step-000004")
+    saved = Checkpoint(place)
+    policy = torch.nn.ModuleDict({"policy": AutoModelForCausalLM.from_pretrained(folder / "final")})
+    saved.load_model(policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(HuggingFaceStorageReader, "read_data", fails)
+        with pytest.raises(InputError, match=r"step-000004: cannot be read: .*Input/output error"):
+            saved.load_model(policy)
+    part = min(place.glob("shard-*.safetensors"))
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(InputError, match=r"step-000004: cannot be read: .*; without this folder the checkpoint before"):
+        saved.load_model(policy)
+    part.unlink()
+    with pytest.raises(InputError, match=f"step-000004: {part.name} is missing"):
+        saved.state()
+
+
+@NEEDS_SHARDS
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 3)])
 def test_a_run_goes_on_with_or_without_shards(
     rlhf_kl: Make, together: Make, tiny_settings: dict[str, Any], tmp_path: Path, counts: tuple[int, int]
@@ -160,11 +191,22 @@ def test_sharded_weights_in_bfloat16(
 
 
 @NEEDS_SHARDS
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("settings", [[], ["policy.value=separate"], ["policy.value=head", "ppo.value_warmup=1"]])
 def test_processes_that_need_more_passes_than_others(
-    launch: Make, rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, settings: list[str]
+    launch: Make,
+    rlhf_kl: Make,
+    tiny_settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    full: bool,
 ) -> None:
-    """One pass in the first process and eight in the second, of spread weights, which all gather together."""
+    """One pass in the first process and eight in the second, of sharded weights, which all gather together.
+
+    Gradients are summed after the last pass of a minibatch, or after each where memory is `full`.
+    """
+    monkeypatch.setenv("WHOLE", str(1 << 60 if full else 0))
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     words = ["train", "--config", str(tmp_path / "tiny.yaml"), "--quiet"]
     words += [word for setting in settings for word in ("--set", setting)]
@@ -175,6 +217,8 @@ def test_processes_that_need_more_passes_than_others(
     process = launch([worker, *words, *shards, "--output-dir", tmp_path / "two"])
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
+    ((summed, passes),) = re.findall(r"summed after (\d+) of (\d+)", output)
+    assert int(passes) == int(summed) * (1 if full else 8) > 0
     for a, b in zip(updates(tmp_path / "one"), updates(tmp_path / "two"), strict=True):
         for key in ("kl/token", "kl/coef", "policy/loss", "value/loss", "policy/grad_norm"):
             assert_close(a.get(key), b.get(key), f"update {a['step']}, {key}")
