@@ -245,7 +245,7 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     evaluations = 2 + (config.updates - 1) // training.plan.every
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
-    yield judged("time", True, f"{message}: about {duration(seconds)} in all")
+    yield judged("time", True, f"{message}: about {duration(seconds)} in all; --updates N makes another number")
     yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
 
 
