@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from typing import Annotated
 
@@ -51,6 +52,10 @@ def doctor(
             console.print(head + hanging(words, stdout_width(), len(head)))
         counts = Counter[str](finding.level for finding in findings)
         told = ", ".join(f"{counts[level]} {level}" for level in STYLES if counts[level])
-        after = "change what is fatal" if counts["fatal"] else f"next: {shell_command()} train --config {config}"
+        given = [("--config", config), ("--seed", seed), ("--updates", updates)]
+        given += [("--set", change) for change in set_ or ()]
+        typed = [word for name, value in given if value is not None for word in (name, str(value))]
+        train = f"next: {shell_command()} train {shlex.join(typed)}"
+        after = "change what is fatal" if counts["fatal"] else train
         print(f"{'not ready' if counts['fatal'] else 'ready'}: {told}; {after}")
     return 2 if any(finding.level == "fatal" for finding in findings) else 0

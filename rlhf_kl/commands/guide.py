@@ -17,7 +17,7 @@ PAGES = {
     "tutorial": "KL control step by step, each with a command",
     "kl": "which target, beta, controllers, ceiling, alerts",
     "questions": "my KL does not move, my score is flat; glossary",
-    "lab": "five exercises, from no penalty to a hacked reward",
+    "lab": "three exercises, one for each way to fail",
     "models_and_data": "models, adapters, precision, prompts",
     "rewards_and_controllers": "of your own, in a few lines of Python",
     "running": "comparing, resuming, memory, several processes",
@@ -57,7 +57,8 @@ def guide(
 def _show(text: str) -> None:
     """Markdown, at most 80 columns wide: in a pager, or plain where it is piped."""
     from rich.console import Console, ConsoleOptions, RenderResult
-    from rich.markdown import Markdown, TableElement
+    from rich.markdown import CodeBlock, Markdown, TableElement
+    from rich.syntax import Syntax
 
     class Cells(TableElement):
         """A table that cuts no word short."""
@@ -68,19 +69,30 @@ def _show(text: str) -> None:
                     column.overflow = "fold"
                 yield part
 
+    class Code(CodeBlock):
+        """Code to copy: no margin, and no line is wrapped."""
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            lines = str(self.text).rstrip()
+            code = Syntax(lines, self.lexer_name, theme="ansi_dark").highlight(lines)
+            code.rstrip()
+            code.no_wrap, code.overflow = True, "ignore"
+            yield code
+
     class Page(Markdown):
-        elements = Markdown.elements | {"table_open": Cells}
+        elements = Markdown.elements | {"table_open": Cells, "fence": Code}
 
     os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and a short page is printed only
     console = Console()
     with console.pager(styles=True):
-        console.print(Page(_for_terminal(text)), width=min(console.width, WIDTH))
+        console.print(Page(_for_terminal(text)), width=min(console.width, WIDTH), crop=False)
 
 
 def _for_terminal(text: str) -> str:
     """Pictures as their words, and links to other pages with the page's name."""
     text = re.sub(r"<!-- .* -->\n", "", text)
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"*(Picture: \1.)*", text)
+    text = re.sub(r"\(\[([^\]]*)\]\((\w+)\.md[^)]*\)\)", r"(\1: page \2)", text)
     return re.sub(r"\[([^\]]*)\]\((\w+)\.md[^)]*\)", r"\1 (page \2)", text)
 
 

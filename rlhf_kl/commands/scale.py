@@ -199,5 +199,5 @@ def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
     chosen = [first, next((i for i in others if prompts[i] != prompts[first]), others[0])]
     return [
         {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i]} | ({"score": own.scores[i]} if order else {})
-        for i in chosen
+        for i in sorted(chosen)  # the same order at every target
     ]

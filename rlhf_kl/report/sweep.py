@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import hypot, sqrt
 from typing import Any, NamedTuple
 
 from rlhf_kl.program import shell_command
@@ -50,9 +50,10 @@ class Recommendation(NamedTuple):
 def recommend(sweep: Sweep | None) -> Recommendation | None:
     """The highest held target below the first held one that meets a limit; None without a sweep.
 
-    It reads what every run has: score, held-out perplexity, distinct word pairs and KL.
+    It reads what every run has: score, held-out perplexity, distinct word pairs and KL. A score that may still rise,
+    by one error of it, meets no limit.
     """
-    before, steepest, below, cost = (0.0, 0.0), 0.0, None, None
+    before, steepest, below, cost = (0.0, 0.0, 0.0), 0.0, None, None
     for point in sweep.points if sweep else ():
         if not point.held:
             continue
@@ -65,13 +66,14 @@ def recommend(sweep: Sweep | None) -> Recommendation | None:
             met.append(f"distinct word pairs are {pairs:.0%} of the reference's (limit {PAIRS:.0%})")
         kl = values["kl_sequence"]
         if kl is not None and point.gain is not None:
-            root = sqrt(max(0.0, kl))
-            slope = (point.gain - before[1]) / (root - before[0]) if root > before[0] else 0.0
+            root, error = sqrt(max(0.0, kl)), point.figures["scores"][1] or 0.0
+            way = root - before[0]
+            slope, noise = ((point.gain - before[1]) / way, hypot(error, before[2]) / way) if way > 0 else (0.0, 0.0)
             steepest = max(steepest, slope)
-            if slope <= GAIN * steepest:
-                share = slope / steepest if steepest > 0 else 0.0
+            if slope + noise <= GAIN * steepest or steepest <= 0:
+                share = max(0.0, slope) / steepest if steepest > 0 else 0.0
                 met.append(f"the score rises {share:.0%} as fast with √KL as at its steepest (limit {GAIN:.0%})")
-            before = root, point.gain
+            before = root, point.gain, error
         if met:
             return Recommendation(below, f"at {point.target:g} {', '.join(met)}")
         below = point.target

@@ -127,7 +127,9 @@ def _control_line(comparison: Comparison) -> list[str]:
             figures = " or ".join(dict.fromkeys(map(why_short, runs)))
         else:
             error = "error_since" if word == "late" else "tail_error"
-            figures = f"off by {_span([run[error] for run in runs], format_percent)}{' since' * (word == 'late')}"
+            figures = f"off by {_span([run[error] for run in runs], format_percent)} on average" + " since" * (
+                word == "late"
+            )
         if names:
             parts.append(f"{label} {', '.join(names)} ({figures})")
     for family, members in comparison.families.items():
@@ -135,7 +137,7 @@ def _control_line(comparison: Comparison) -> list[str]:
         if members[0].constant_coef == 0:
             parts.append(f"{family} has no penalty and ended at {format_number(members[0].mean('kl'))} nats")
         elif ratios:
-            parts.append(f"{family} ended at {_span(ratios, lambda x: f'{format_number(x, 2)}x')} its target")
+            parts.append(f"{family} ended with a KL of {_span(ratios, lambda x: f'{format_number(x, 2)}x')} its target")
     target = "targets" if comparison.target is None else f"target of {comparison.target:g} nats"
     return [f"KL {target} per {comparison.unit}: {'; '.join(parts)}."] if parts else []
 

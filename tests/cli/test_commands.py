@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -86,12 +87,15 @@ def test_no_word_is_cut_in_80_columns(
     guide._show(guide._text(page))
     shown = capsys.readouterr().out
     assert "…" not in shown.replace("...", "")
-    assert max(map(len, shown.splitlines())) <= 80
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", guide._text(page), re.DOTALL | re.MULTILINE)
+    code = [line.rstrip() for block in blocks for line in block.splitlines()]
+    assert all(line in shown.splitlines() for line in code)  # as it is copied: whole, without a margin
+    assert all(len(line) <= 80 or line in code for line in shown.splitlines())
 
 
 def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cli) -> None:
-    text = "See [the page on KL](kl.md#units), [that](https://x.org).\n![A curve](../a.png)"
-    shown = "See the page on KL (page kl), [that](https://x.org).\n*(Picture: A curve.)*"
+    text = "See [the page on KL](kl.md#units), [that](https://x.org) ([how](kl.md)).\n![A curve](../a.png)"
+    shown = "See the page on KL (page kl), [that](https://x.org) (how: page kl).\n*(Picture: A curve.)*"
     assert guide._for_terminal(text) == shown
     assert rlhf_kl("guide", "Coming-From.md").out.strip().startswith("Coming from")
     assert max(map(len, rlhf_kl("guide").out.splitlines())) <= 80

@@ -88,8 +88,9 @@ def test_an_own_run_from_an_empty_folder(own: Path, rlhf_kl: Cli) -> None:
     done = rlhf_kl("doctor", "mine.yaml", "--updates", "3", *SMALL)
     assert (done.code, done.out.splitlines()[-1].split()[0]) == (0, "ready:"), done
     assert "3 updates of" in done.out
-    assert done.out.endswith(" doubtful; next: rlhf-kl train --config mine.yaml\n")
-    train = ("train", "mine", "--updates", "2", *SMALL, "--set", "tracking.tensorboard=false")
+    train = ["train", "--config", "mine.yaml", "--updates", "3", *SMALL]
+    assert done.out.endswith(f" doubtful; next: rlhf-kl {shlex.join(train)}\n")
+    train = ["train", "mine", "--updates", "2", *SMALL, "--set", "tracking.tensorboard=false"]
     done = rlhf_kl(*train, "--json", "--quiet")
     assert (done.code, json.loads(done.out)["steps"]) == (0, 2)
     done = rlhf_kl(*train, "--resume", "--quiet")

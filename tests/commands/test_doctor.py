@@ -53,7 +53,8 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     levels = {topic: {level for level, _ in lines} for topic, lines in found.items() if topic in fine}
     assert levels == {topic: {"fine"} for topic in fine}
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
-    assert "6 updates" in found["time"][0][1] and "--updates" in found["time"][0][1]
+    assert "6 updates of" in found["time"][0][1]
+    assert "--updates N makes another number" in found["time"][0][1]
     assert "100% of the most tokens possible, measured in one process; " in found["memory"][0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}

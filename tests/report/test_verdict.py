@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_kl.report.compare import Comparison, read_comparison
-from rlhf_kl.report.sweep import recommend, sweep_of
+from rlhf_kl.report.sweep import FIGURES, Figure, Sweep, SweepPoint, recommend, sweep_of
 from rlhf_kl.report.verdict import figures_table, judge, text_table
 from tests.runs import Rows, Write
 
@@ -23,8 +23,8 @@ def test_a_constant_beta_that_lands_in_the_band_has_held_nothing(grid: Grid) -> 
     lines = judge(comparison)
     assert len(lines) == 4
     assert lines[0] == (
-        "KL target of 0.1 nats per token: held by adaptive-0.1x, adaptive-1x (off by 0% to 4%); "
-        "static ended at 0.10x to 4.1x its target."
+        "KL target of 0.1 nats per token: held by adaptive-0.1x, adaptive-1x (off by 0% to 4% on average); "
+        "static ended with a KL of 0.10x to 4.1x its target."
     )
     assert lines[1].startswith("Score at equal KL: no difference between adaptive and static (")
     assert "95 % interval" in lines[1]
@@ -43,7 +43,7 @@ def test_without_gold_nothing_is_said_of_it(write_run: Write, metrics_rows: Rows
     comparison = read_comparison(paths)
     assert judge(comparison)[2:] == [
         "From a target of 0.05 to 0.2 nats per token: score 2.41 -> 3.83, held-out perplexity 3.05 -> 3.20.",
-        "KL targets per token: held by t0.05, t0.1, t0.2 (off by 0%).",
+        "KL targets per token: held by t0.05, t0.1, t0.2 (off by 0% on average).",
     ]
     assert figures_table(comparison)[0] == ["variant", "target", "KL/token", "score", "perplexity"]
 
@@ -97,11 +97,24 @@ def test_the_recommended_target_is_the_last_held_one_below_a_limit(
     assert not any("--set kl.target" in line for line in one_seed)
 
 
+@pytest.mark.parametrize(("error", "target"), [(0.0, 0.1), (0.14, 0.1), (0.15, 0.2)])
+def test_a_score_that_may_still_rise_meets_no_limit(error: float, target: float) -> None:
+    # By hand: roots 1, 2, 3; slopes 1, 1 and -0.05, whose error is sqrt(2) of a score's; the limit is 0.15.
+    figures: dict[str, Figure] = dict.fromkeys(FIGURES, (None, None))
+    points = [
+        SweepPoint(each, figures | {"kl_sequence": (root**2, None), "scores": (gain, error)}, gain)
+        for each, root, gain in ((0.05, 1.0, 1.0), (0.1, 2.0, 2.0), (0.2, 3.0, 1.95))
+    ]
+    found = recommend(Sweep("token", points, {"perplexity": None, "distinct_2": None}, ""))
+    assert found is not None
+    assert (found.target, "rises 0% as fast" in found.reason) == (target, target == 0.1)
+
+
 @pytest.mark.parametrize(
     ("kls", "words"),
     [
-        ([0.1] * 45 + [0.13] * 10 + [0.1] * 5, "; missed by run (1 of 2 seeds) (off by 10%)"),
-        ([0.03] * 40 + [0.1] * 20, "; reached late by run (1 of 2 seeds) (off by 0% since)"),
+        ([0.1] * 45 + [0.13] * 10 + [0.1] * 5, "; missed by run (1 of 2 seeds) (off by 10% on average)"),
+        ([0.03] * 40 + [0.1] * 20, "; reached late by run (1 of 2 seeds) (off by 0% on average since)"),
         ([0.1] * 10, "; too early to say of run (1 of 2 seeds) (under 15 updates)"),
         ([0.01] * 20 + [0.03] * 5 + [0.06] * 5, "; too early to say of run (1 of 2 seeds) (the KL still rises)"),
     ],
