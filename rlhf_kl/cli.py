@@ -148,7 +148,8 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> str:
     elif kind == "BadParameter" and (given := next((o for o in error.param.opts if o in arguments), None)):
         message += f": {safe_text(arguments[arguments.index(given) + 1])!r}"
     elif extra and command in TAKES:
-        hint = f"did you mean {TAKES[command]} {extra[1]}?"
+        is_run = os.path.isfile(os.path.join(extra[1], "config.yaml"))
+        hint = f"did you mean {'--run' if is_run else TAKES[command]} {extra[1]}?"
     elif extra and command in TRAINING:
         hint = f"did you mean --set {extra[1]}?" if "=" in extra[1] else ""
     return f"{message}; {hint} (see {path} --help)" if hint else f"{message}; see {path} --help"

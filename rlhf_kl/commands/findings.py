@@ -55,6 +55,7 @@ SHARE = 0.85  # usable share of the free memory
 PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 LOW_ACCURACY = 0.6
+FEW_END = 0.1  # of the responses: fewer, and the penalty for the others is most of the score
 FEW_VALUES = 5
 NEARLY = 0.9  # of the tokens of the largest update: the first one shows its memory
 BEST_OF = 16  # responses, of which the best is the measure of a gain
@@ -342,8 +343,8 @@ def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:
 def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Finding:
     """Whether responses end, where it costs if they do not."""
     names = [setup.tokenizer.decode([token]) for token in setup.sampling.eos_ids]
-    rate, length, free = row["rollout/eos_rate"], row["rollout/response_length"], not config.reward.missing_eos_penalty
-    message = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average"
-    message += "; reward.missing_eos_penalty is 0, so this costs nothing" if rate == 0 and free else ""
-    advice = "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0"
-    return judged("EOS", rate > 0 or free, message, advice)
+    rate, length, lost = row["rollout/eos_rate"], row["rollout/response_length"], config.reward.missing_eos_penalty
+    message = f"{rate:.0%} of responses end ({' or '.join(names)}), {length:.0f} tokens long on average; "
+    message += f"the others lose {lost:g} (reward.missing_eos_penalty)" if lost else "not to end costs nothing"
+    advice = "a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0: else it learns to end before all else"
+    return judged("EOS", rate > FEW_END or not lost, message, advice)

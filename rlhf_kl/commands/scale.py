@@ -65,6 +65,7 @@ def scale(
     table = Scaled(held, samples)
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
     wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
+    log.info(f"{len(wanted)} targets, each sampled once to {TRIES} times; fewer --samples are quicker")
     for target in sorted(wanted, key=lambda one: abs(math.log(one / table.rows[1.0]["kl"]))):  # each helps the next
         table.reach(target)
     document = table.to_json()
@@ -115,12 +116,12 @@ class Scaled:
             for p, reference, added in self.way:
                 torch.add(reference, added, alpha=share, out=p)
 
-    def measure(self, share: float) -> None:
+    def measure(self, share: float, target: str = "as trained") -> None:
         """Add the row of a scale."""
         from rlhf_kl.commands.heldout import joined, of_reference
 
         self.place(share)
-        name = f"scale {share:.3g}"
+        name = f"scale {share:.3g}, {target}"
         figures = self.held.perplexity(name)
         found, own, other = self.held.sampled(self.prompts, range(len(self.prompts)), name, self.cached)
         figures = joined(figures, found)
@@ -138,7 +139,7 @@ class Scaled:
                 self.too_far.append(target)
                 return
             if not any(abs(one - share) < SAME * share for one in self.rows):
-                self.measure(share)
+                self.measure(share, f"target {target:g}")
             self.scales[target] = min(self.rows, key=lambda one: abs(math.log(target / self.rows[one]["kl"])))
             if abs(self.rows[self.scales[target]]["kl"] / target - 1) < CLOSE:
                 return

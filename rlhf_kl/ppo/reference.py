@@ -88,10 +88,12 @@ class ReferenceScores:
             raise InputError(f"kl.controller.coef: auto fails: within a prompt {error}; set a number") from error
         if sequence_kl > REACHED * solution.limit:
             known = solution.limit / sequence_kl
+            if groups is not None:  # the few samples of each prompt limit the KL, not beta
+                note = f"the {len(self.shaped)} reference samples tell nothing above {known:.0%} of your KL target"
+                return SolvedCoef(solution.coef, note, known)
             need = f"{known:.0%} of your KL target, by {len(self.shaped)} reference samples"
             note = f"this reward may need only {need}. If the score stops rising, lower kl.target"
-            # The few samples of each prompt limit the KL, not beta; one tilt of all scores has no more samples there.
-            return SolvedCoef(solution.coef, note, known if groups is not None else 0.0)
+            return SolvedCoef(solution.coef, note, 0.0)  # one tilt of all scores has no more samples there
         if not solution.extrapolated:
             return SolvedCoef(solution.coef)
         known = solution.tilt.kl / sequence_kl

@@ -156,7 +156,7 @@ def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
 def scale_table(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Names of columns, and a row for the reference and for each target: figures with standard errors."""
     keys = {"kl": f"KL/{document['unit']}", "scores": "score", "gold": "true score", "perplexity": "perplexity"}
-    keys |= {"forward_kl_token": "forgetting", "distinct_2": "word pairs"}
+    keys |= {"forward_kl_token": "forgetting", "distinct_2": "word pairs", "length": "tokens"}
     rows = [document["reference"] | {"kl": 0.0, "target": None, "scale": 0.0}, *document["rows"]]
     keys = {key: name for key, name in keys.items() if rows[-1].get(key) is not None}
 

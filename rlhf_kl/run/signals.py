@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,6 +26,8 @@ class StopRequest:
         if self.signal is not None:
             raise Interrupted(self.signal)
         self.signal = number
+        if sys.stderr.isatty():  # `os.write` may interrupt a print
+            os.write(2, b"\nstopping after this update is done and saved; a second signal stops at once\n")
         signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
 
 

@@ -165,6 +165,7 @@ MISTAKES = [
     ("evl", "'evl'", "Did you mean 'eval'?"),
     ("eval runs/mine", "(runs/mine)", "did you mean --run runs/mine?"),
     ("generate hello", "(hello)", "did you mean --prompt hello?"),
+    ("generate runs/mine", "(runs/mine)", "did you mean --run runs/mine?"),
     ("init", "mine.yaml is there already", "name a new folder"),
     ("init mine.yaml", "mine.yaml is no folder", "writes mine.yaml into it"),
     ("init new.yaml", "new.yaml is no folder"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.findings import check_rate, check_samples, check_targets, largest_update
+from rlhf_kl.commands.findings import check_endings, check_rate, check_samples, check_targets, largest_update
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
@@ -58,6 +58,17 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert "100% of the most tokens possible, measured in one process; " in found["memory"][0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "penalty", "level", "words"),
+    [(0.03, 1.0, "doubtful", "the others lose 1 "), (0.3, 1.0, "fine", "lose 1 "), (0.0, 0.0, "fine", "costs nothing")],
+)
+def test_endings_are_doubted_where_they_cost(rate: float, penalty: float, level: str, words: str) -> None:
+    config = TrainConfig.model_validate({"reward": {"missing_eos_penalty": penalty}})
+    setup: Any = SimpleNamespace(sampling=Sampling(6, 1.0, [2], 0), tokenizer=SimpleNamespace(decode=str))
+    found = check_endings(config, setup, {"rollout/eos_rate": rate, "rollout/response_length": 6.0})
+    assert (found.level, words in found.text) == (level, True)
 
 
 @pytest.mark.parametrize(("length", "warmup", "again"), [(6, 0, False), (6, 1, True), (3, 0, True)])

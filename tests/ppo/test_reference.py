@@ -136,6 +136,12 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     unknown = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
     assert (unknown.coef, unknown.known) == (0.1, 0.0)
     assert "equal scores" in unknown.note
+    # 5 of 64 have the top score: no tilt has more than log(64 / 5) = 2.5 nats; one of four has log 4.
+    topped = ReferenceScores([float(i < 5) + i % 7 / 9 for i in range(64)], list(range(64)), 5.0).solve(9.0)
+    assert ("this reward may need only" in topped.note, topped.known) == (True, 0.0)
+    fours = ReferenceScores([float(i % 4 == 0) for i in range(64)], [i // 4 for i in range(64)], 5.0).solve(6.0)
+    assert fours.note == "the 64 reference samples tell nothing above 23% of your KL target"
+    assert fours.known == pytest.approx(math.log(4) / 6)
 
 
 def test_the_error_of_the_mean_is_that_of_its_prompts() -> None:

@@ -26,6 +26,7 @@ from rlhf_kl.run import run as run_module
 from rlhf_kl.run.checkpoint import checkpoints, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
 from rlhf_kl.run.run import Run, open_run
+from rlhf_kl.run.signals import stopping_on_signals
 from tests.runs import Killed
 
 
@@ -312,6 +313,16 @@ def test_a_step_that_does_not_end_is_cut_short(
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     work("run", resume=True)
     assert left(tmp_path / "run") == whole
+
+
+def test_a_first_signal_is_answered_at_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
+        with stopping_on_signals(9.0):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert ("stopping after this update" in capfd.readouterr().err) == terminal
 
 
 def test_a_guard_ends_the_run_with_its_reason_and_a_checkpoint(work: Work, tmp_path: Path) -> None:
