@@ -65,7 +65,7 @@ def scale(
     table = Scaled(held, samples)
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
     wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
-    log.info(f"{len(wanted)} targets, each sampled once to {TRIES} times; fewer --samples are quicker")
+    log.info(f"{len(wanted)} targets, each sampled up to {TRIES} times; fewer --samples are quicker")
     for target in sorted(wanted, key=lambda one: abs(math.log(one / table.rows[1.0]["kl"]))):  # each helps the next
         table.reach(target)
     document = table.to_json()
