@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
@@ -46,17 +47,19 @@ class RunTable:
         self.total, self.target, self.unit = total, target, unit
         self.lines = 0
         self.shown = 0  # step of the last line
+        self.times: list[float] = []  # seconds of each update
 
     def show(self, row: Mapping[str, Any]) -> str:
         """Take a row of `metrics.jsonl`; returns its figures for a bar."""
         number = partial(read_number, row)
         step, kl, beta, score = row["step"], number(f"kl/{self.unit}"), number("kl/coef"), number("objective/scores")
+        self.times += [] if (seconds := number("time/step_s")) is None else [seconds]
         kl = kl and round(kl, 7)  # the sums of float32 leave a little at 0
         far = step - self.shown >= self.total / LOG_ROWS
         if far or self.lines == 0 or step == self.total or number("eval/perplexity") is not None:
             if self.lines % HEADER_EVERY == 0:
                 self._line(f"update episodes score KL/{self.unit[:3]} KL/tgt beta ppl tok/s left".split())
-            speed, elapsed = number("perf/tokens_per_s"), number("time/elapsed_s")
+            speed = number("perf/tokens_per_s")
             cells = [
                 f"{step}/{self.total}",
                 f"{row.get('episodes', '-')}",
@@ -66,7 +69,7 @@ class RunTable:
                 format_number(beta, 4),
                 format_number(number("eval/perplexity")),
                 "-" if speed is None else f"{speed:.0f}",
-                "-" if elapsed is None else duration((self.total - step) * elapsed / step),
+                duration((self.total - step) * fmean(self.times)) if self.times else "-",
             ]
             self._line(cells)
             self.lines, self.shown = self.lines + 1, step

@@ -43,6 +43,7 @@ ENOUGH = 0.1  # standard error of log beta, and of the mean score over its sprea
 BLOCKS = 5  # of prompts, for the standard error of log beta
 OTHERWISE = 0.1  # the starting beta where no scores tell
 MUCH_CLIPPED = 0.02  # a clip of 5 cuts off less than one in a million of normalised Gaussian scores
+CLEARLY = 0.75  # of the target's KL: with more the samples tell nothing that a user should change
 LEAST_KL = 1e-3  # nats per sequence, where the curve of the tilt begins
 
 
@@ -92,7 +93,7 @@ class ReferenceScores:
                 note = f"the {len(self.shaped)} reference samples tell nothing above {known:.0%} of your KL target"
                 return SolvedCoef(solution.coef, note, known)
             need = f"{known:.0%} of your KL target, by {len(self.shaped)} reference samples"
-            note = f"this reward may need only {need}. If the score stops rising, lower kl.target"
+            note = f"this reward may need only {need}. If the score stops rising, lower kl.target" * (known < CLEARLY)
             return SolvedCoef(solution.coef, note, 0.0)  # one tilt of all scores has no more samples there
         if not solution.extrapolated:
             return SolvedCoef(solution.coef)

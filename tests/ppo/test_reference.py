@@ -136,9 +136,10 @@ def test_the_first_beta_comes_from_the_samples(gaussian: ReferenceScores) -> Non
     unknown = ReferenceScores([1.0] * 64, [0] * 64, 5.0).solve(0.5)
     assert (unknown.coef, unknown.known) == (0.1, 0.0)
     assert "equal scores" in unknown.note
-    # 5 of 64 have the top score: no tilt has more than log(64 / 5) = 2.5 nats; one of four has log 4.
-    topped = ReferenceScores([float(i < 5) + i % 7 / 9 for i in range(64)], list(range(64)), 5.0).solve(9.0)
-    assert ("this reward may need only" in topped.note, topped.known) == (True, 0.0)
+    # One of 64 has the top score: no tilt has more than log(64) = 4.2 nats; one of four has log 4.
+    topped = ReferenceScores([float(i) for i in range(64)], list(range(64)), 5.0)
+    assert "this reward may need only 46% of your KL target, by 64" in topped.solve(9.0).note
+    assert (topped.solve(9.0).known, topped.solve(5.0).note) == (0.0, "")  # 83 % asks for nothing
     fours = ReferenceScores([float(i % 4 == 0) for i in range(64)], [i // 4 for i in range(64)], 5.0).solve(6.0)
     assert fours.note == "the 64 reference samples tell nothing above 23% of your KL target"
     assert fours.known == pytest.approx(math.log(4) / 6)
