@@ -129,7 +129,13 @@ def our_run(args: argparse.Namespace, side: str, seed: int) -> Run:
         with args.prompts.open(encoding="utf-8") as lines:
             other = " ".join([json.loads(next(lines))["prompt"]] * 2)  # no prompt, but of words that the model knows
         held_out.write_text(json.dumps({"text": other, "prompt": other}) + "\n", encoding="utf-8")
-        settings = {"run.seed": seed, "run.dtype": args.dtype, "policy.model": args.policy, "reward.model": args.reward}
+        settings = {
+            "run.device": args.device,
+            "run.dtype": args.dtype,
+            "run.seed": seed,
+            "policy.model": args.policy,
+            "reward.model": args.reward,
+        }
         settings |= {"data.prompts": args.prompts, "data.column": "prompt", "reward.missing_eos_penalty": 1.0}
         settings |= {"eval.texts": held_out, "eval.prompts": held_out, "ppo.advantage": advantage}
         settings |= {"rollout.batch_size": args.batch, "rollout.max_new_tokens": args.max_new_tokens}
@@ -181,7 +187,7 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
         [point["score"] for point in curve],
         fmean(point["kl"] for point in curve[-len(curve) // 5 :]),
         [found[f"{name}_s"] for name in ("update", *PHASES)],
-        found["peak_rss_mb"],
+        found["peak_memory_mb"],
     )
 
 
@@ -271,6 +277,7 @@ def make_models(args: argparse.Namespace) -> None:
         folder = args.folder / args.model
         if not (folder / "prompts.jsonl").exists():  # written last
             shape = LLAMA if args.model == "llama" else (SHAPES | TODAY)[args.model]
+            shape = shape | ({"num_hidden_layers": args.layers} if args.layers else {})
             random_world(folder, shape, [16] * 512, SCORER if args.model in TODAY else None)
         scores = folder / "scorer" if args.model in TODAY else folder
         args.policy, args.reward, args.prompts = folder / "policy", scores / "reward", folder / "prompts.jsonl"
@@ -286,6 +293,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("folder", type=Path, nargs="?", help="of the runs, another one for other settings")
     add("--peer-python", default=str(ROOT / ".venv-trl-1.16" / "bin" / "python"), help="of the peer's environment")
     add("--model", choices=DEFAULTS, default="reviews", help="has its own defaults")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--layers", type=int, help="instead of the model's own number")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the layers' computation")
     add(
         "--sides",
@@ -342,7 +351,7 @@ def main(words: Sequence[str] | None = None) -> None:
     sides = {side: summary(found, args.score) for side, found in runs.items()}
     write_json(args.folder / "bench_groups.json", {"rows": rows, "summary": sides})
     world = World(args.policy, args.reward, args.prompts, args.batch, args.max_new_tokens, args.epochs)
-    sizes: Any = SimpleNamespace(device="cpu", microbatch=args.batch // args.minibatches)
+    sizes: Any = SimpleNamespace(device=args.device, microbatch=args.batch // args.minibatches)
     least = floors(world, sizes, "none", args.dtype, args.max_new_tokens)
     print("the matrix products alone, at this machine's rate for them and responses of full length:", end=" ")
     print(", ".join(f"{key} {value:.3g}" for key, value in least.items()))

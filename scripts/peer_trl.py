@@ -1,8 +1,8 @@
 """TRL's RLOO, GRPO or PPO on a policy, a reward model and prompts: the peer of `scripts/bench_groups.py`.
 
 Its argument is JSON: `method` (rloo, grpo, or ppo, which ends with TRL 1.12), `policy`, `reward` and `prompts`
-(folders, and a .jsonl file), `beta`, `dtype`, `seed`, `updates`, `batch`, `group`, `epochs`, `minibatches`,
-`max_new_tokens`, `learning_rate` (falls linearly).
+(folders, and a .jsonl file), `beta`, `device` (cpu or cuda), `dtype`, `seed`, `updates`, `batch`, `group`, `epochs`,
+`minibatches`, `max_new_tokens`, `learning_rate` (falls linearly).
 
 The work of an update is that of `rlhf-kl train`: as many passes over the batch and as many optimizer steps in each.
 PPO trains a value model as large as the reward model, and has no phases in the result. A text that is cut off pays 1.
@@ -12,7 +12,7 @@ the right for the reward model, since GPT-2's positions are absolute.
 
 The last line is JSON: `curve` (after each update the seconds since the start, the mean score, and the KL per token:
 k1 for RLOO and PPO, k3 for GRPO), `update_s` and its phases `rollout_s`, `score_s` and `train_s` (medians without the
-first two updates), `peak_rss_mb` and `threads`.
+first two updates), `peak_memory_mb` (of the GPU, or of the process) and `threads`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def classifier(folder: str, dtype: torch.dtype = torch.float32) -> Any:
 class Scorer:
     """Scores of prompts with their responses and an EOS, as `rlhf-kl train` has them of the same reward model."""
 
-    def __init__(self, folder: str, end: int, dtype: torch.dtype) -> None:
-        self.model = classifier(folder).eval()
+    def __init__(self, folder: str, end: int, dtype: torch.dtype, device: str) -> None:
+        self.model = classifier(folder).eval().to(device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
         self.end, self.dtype = end, dtype
         self.__name__ = "score"  # TRL names its metrics after the function
@@ -66,8 +66,8 @@ class Scorer:
     ) -> list[float]:
         """One score per response, less 1 where it has no EOS."""
         texts = [prompt + text + self.tokenizer.eos_token for prompt, text in zip(prompts, completions, strict=True)]
-        batch = self.tokenizer(texts, return_tensors="pt", padding=True)
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+        batch = self.tokenizer(texts, return_tensors="pt", padding=True).to(self.model.device)
+        with torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype != torch.float32):
             scores = self.model(**batch).logits[:, 0].tolist()
         return [score - (ids[-1] != self.end) for score, ids in zip(scores, completion_ids, strict=True)]
 
@@ -131,14 +131,14 @@ def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
         bf16=args.dtype == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
         activation_checkpointing=False,  # it saves memory and costs time
-        use_cpu=True,
+        use_cpu=args.device == "cpu",
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
     )
     made = trainer(
         model=args.policy,
-        reward_funcs=Scorer(args.reward, tokenizer.eos_token_id, getattr(torch, args.dtype)),
+        reward_funcs=Scorer(args.reward, tokenizer.eos_token_id, getattr(torch, args.dtype), args.device),
         args=settings,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=tokenizer,
@@ -173,7 +173,7 @@ def train_ppo(args: SimpleNamespace, folder: str, prompts: list[str], tokenizer:
         temperature=1.0,
         stop_token="eos",
         missing_eos_penalty=1.0,
-        use_cpu=True,
+        use_cpu=args.device == "cpu",
         report_to=[],
         save_strategy="no",
         num_sample_generations=0,
@@ -191,7 +191,9 @@ def train_ppo(args: SimpleNamespace, folder: str, prompts: list[str], tokenizer:
         callbacks=[curve],
         **models,
     )
-    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16, cache_enabled=False):  # weights change inside
+    with torch.autocast(
+        args.device, dtype, enabled=dtype == torch.bfloat16, cache_enabled=False
+    ):  # weights change inside
         trainer.train()
 
 
@@ -200,6 +202,10 @@ def main() -> None:
     args = SimpleNamespace(**json.loads(sys.argv[1]))
     with tempfile.TemporaryDirectory() as folder:
         curve = train(args, folder)
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if args.device == "cuda":
+        peak = torch.cuda.max_memory_allocated()
 
     def spent(name: str) -> float:
         return median(after.get(name, math.nan) - before.get(name, math.nan) for before, after in pairwise(curve[1:]))
@@ -210,7 +216,7 @@ def main() -> None:
         "rollout_s": spent("rollout"),
         "score_s": spent("rollout and score") - spent("rollout"),
         "train_s": spent("seconds") - spent("rollout and score"),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_memory_mb": peak / 2**20,
         "threads": torch.get_num_threads(),
     }
     print(json.dumps(result))

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlhf_kl.models import decoding
+from rlhf_kl.models.lm import LM, check_head
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.seeding import uniforms
+from rlhf_kl.types import Sampling
 from tests.made import Make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,3 +31,26 @@ def test_a_run_on_one_gpu(rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path
     assert all(math.isfinite(row["policy/loss"]) for row in rows)
     assert rows[0]["kl/token"] == pytest.approx(0.0, abs=1e-4 if dtype == "float32" else 1e-2)
     assert rows[-1]["kl/token"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_steps_replayed_as_a_cuda_graph_draw_what_steps_started_from_python_draw(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the cache grows twice and rows leave."""
+    sizes = {"vocab_size": 90, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval().to("cuda")
+    check_head(model)
+    lm, sampling, noise = LM(model, dtype), Sampling(48, 1.0, [2, 3], 0), uniforms(64, 48, 0, "x")
+    prompts = [list(range(4, 5 + i % 7)) for i in range(64)]
+    monkeypatch.setattr(decoding, "GROWTH", 16)
+    result, captured = lm.sample(prompts, noise, sampling), type(model) not in decoding.STARTED_BY_PYTHON
+    monkeypatch.setattr(decoding, "takes_fixed_shapes", lambda *_: False)
+    expected = lm.sample(prompts, noise, sampling)
+    assert captured
+    assert 0 < int(expected.ended.sum()) < 64
+    same = (result.ids == expected.ids).all(1).double().mean() if result.ids.shape == expected.ids.shape else 0.0
+    assert same == 1.0 if dtype == torch.float32 else same > 0.7

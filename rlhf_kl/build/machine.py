@@ -105,6 +105,8 @@ def run_device(section: RunSection, *, group: bool = False) -> torch.device:
         device = torch.device("cuda", int(index))
     if device.index is not None:
         torch.cuda.set_device(device)
+    # cuDNN's attention makes a plan for each new length, which takes longer than a rollout; torch has other kernels.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from rlhf_kl.hub import first_line
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.head import Head, in_chunks
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
+from rlhf_kl.ui import log
 
 STOP_TEST_EVERY = {"cpu": 1, "cuda": 8}  # steps; reading the finished rows from a GPU makes it wait
-COMPACT_BELOW = 0.8  # share of unfinished rows below which the finished ones are removed from the batch
+# Share of unfinished rows below which the finished ones are removed from the batch; a GPU captures its step again then.
+COMPACT_BELOW = {"cpu": 0.8, "cuda": 0.5}
 GROWTH = 128  # tokens of space that a cache gets at a time
+ALIGNED = 8  # keys, as the kernels of attention take a mask
+STARTED_BY_PYTHON: set[type] = set()  # kinds of models whose steps cannot be CUDA graphs
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -44,11 +50,11 @@ def decode(
     hidden, cache, mask = model.read_prompts(prompts)
     width = mask.shape[1]
     reserve(cache, width + limit, model.dtype)
-    ready = model.ready_masks
     stops = torch.tensor(sampling.eos_ids, device=device)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
+    compact_below = COMPACT_BELOW.get(device.type, COMPACT_BELOW["cuda"])
     mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
-    positions = position_ids(mask)
+    steps = (FixedSteps if takes_fixed_shapes(model, cache) else Steps)(model, cache, mask)
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # a step each: rows (b,) in the batch, tokens, log-probs
     states: list[Tensor] = []  # a step each: (b, H)
 
@@ -61,10 +67,7 @@ def decode(
     noise = noise if device.type in WITHOUT_FLOAT64 else noise.to(device)
     for column in range(limit):
         if column:
-            end = width + column
-            seen = mask[:, None, None, :end] if ready else mask[:, :end]
-            hidden, cache = model.step(tokens.unsqueeze(1), seen, positions[:, end - 1 : end], cache)
-            hidden = hidden[:, -1]
+            hidden = steps(tokens, width + column)
         tokens, logprobs = in_chunks(pick, head, hidden, noise[:, column])
         drawn.append((rows, tokens, logprobs))
         if keep_states:
@@ -76,11 +79,9 @@ def decode(
         kept = alive.nonzero().squeeze(1)  # the one point of a test that waits for a GPU
         if len(kept) == 0:
             break
-        if len(kept) <= COMPACT_BELOW * len(rows):
-            cache.reorder_cache(kept)
-            rows, alive, noise, tokens, mask, positions = (
-                x.index_select(0, kept.to(x.device)) for x in (rows, alive, noise, tokens, mask, positions)
-            )
+        if len(kept) <= compact_below * len(rows):
+            steps.keep(kept)
+            rows, alive, noise, tokens = (x.index_select(0, kept.to(x.device)) for x in (rows, alive, noise, tokens))
     sampled = _until_stop(drawn, len(prompts.copies), stops, sampling.pad_id)
     return sampled._replace(states=_states_of(sampled.mask, drawn, states)) if keep_states else sampled
 
@@ -106,6 +107,100 @@ def _states_of(mask: Tensor, drawn: list[tuple[Tensor, Tensor, Tensor]], states:
     return grid[mask]
 
 
+# ---- steps
+
+
+class Steps:
+    """The hidden states (b, H) that the rows' next tokens are drawn from."""
+
+    def __init__(self, model: Any, cache: Any, mask: Tensor) -> None:
+        """`mask` (B, L): of the prompts and of all tokens to come."""
+        self.model, self.cache, self.mask, self.positions = model, cache, mask, position_ids(mask)
+
+    def __call__(self, tokens: Tensor, end: int) -> Tensor:
+        """Read the rows' last tokens (b,), in column `end - 1`."""
+        seen = self.mask[:, None, None, :end] if self.model.ready_masks else self.mask[:, :end]
+        hidden, self.cache = self.model.step(tokens.unsqueeze(1), seen, self.positions[:, end - 1 : end], self.cache)
+        return hidden[:, -1]  # type: ignore[no-any-return]
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with these rows only."""
+        self.cache.reorder_cache(kept)
+        self.mask, self.positions = (x.index_select(0, kept) for x in (self.mask, self.positions))
+
+
+class FixedSteps(Steps):
+    """Steps whose tensors keep their shapes and places, so that a GPU replays one as a CUDA graph.
+
+    A GPU computes a step of a small model faster than Python starts its kernels. Shapes change where the cache grows
+    or rows leave; the step is then captured again, which takes the time of two.
+    """
+
+    replay: Callable[[], None] | None = None
+
+    def __call__(self, tokens: Tensor, end: int) -> Tensor:
+        """See `Steps`."""
+        if self.replay is None or end > self.seen.shape[-1]:
+            self._fix(tokens, end)
+        self.tokens.copy_(tokens.unsqueeze(1))
+        self.now.copy_(self.positions[:, end - 1 : end])
+        self.place.fill_(end - 1)
+        self.seen[..., end - 1] = True
+        assert self.replay is not None
+        self.replay()
+        hidden: Tensor = self.hidden.clone()
+        return hidden
+
+    def keep(self, kept: Tensor) -> None:
+        """See `Steps`."""
+        super().keep(kept)
+        self.replay = None
+
+    def _fix(self, tokens: Tensor, end: int) -> None:
+        """New tensors, with room for further tokens."""
+        room = min(end + GROWTH, self.mask.shape[1])
+        room += -room % ALIGNED
+        self.place = torch.tensor([end - 1], device=tokens.device)
+        for layer in self.cache.layers:
+            layer.fix(room, self.place)
+        self.tokens, self.now = tokens.unsqueeze(1).clone(), self.positions[:, end - 1 : end].clone()
+        self.seen = self.mask.new_zeros(len(self.mask), 1, 1, room)
+        self.seen[..., :end] = self.mask[:, None, None, :end]
+
+        def step() -> None:
+            self.hidden = self.model.step(self.tokens, self.seen, self.now, self.cache)[0][:, -1]
+
+        self.replay = step
+        if tokens.is_cuda:
+            try:
+                self.replay = captured(step)
+            except RuntimeError as error:  # a model that waits for the GPU
+                STARTED_BY_PYTHON.add(type(self.model.base))
+                log.info(
+                    f"steps of sampling are started from Python, since no CUDA graph holds them: {first_line(error)}"
+                )
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """What replays a step as a CUDA graph. Errors: RuntimeError if it cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # once before, since libraries allocate at their first call
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def takes_fixed_shapes(model: Any, cache: Any) -> bool:
+    """Whether the steps of a model may be `FixedSteps`: on a GPU, if all its layers attend to all tokens."""
+    if model.device.type != "cuda" or not model.ready_masks or type(model.base) in STARTED_BY_PYTHON:
+        return False
+    return all(type(layer) is ReservedLayer for layer in cache.layers)
+
+
 # ---- the key-value cache: space is reserved once, and finished rows are removed
 
 
@@ -118,10 +213,15 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
 
     room: list[Tensor]  # keys and values, with space behind them
     end: int  # of them in it
+    place: Tensor | None = None  # of the next token, (1,), where shapes are fixed
     sliding_window: int | None = None  # tokens that the layer attends to, a new one included; None = all
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add new tokens; returns the keys and values that they attend to."""
+        """Add new tokens; returns the keys and values that they attend to, all of the room where shapes are fixed."""
+        if self.place is not None:
+            for room, states in zip(self.room, (key_states, value_states), strict=True):
+                room.index_copy_(2, self.place, states.to(room.dtype))
+            return self.room[0], self.room[1]
         start, new = self.end, key_states.shape[2]
         self.end = end = start + new
         if end > self.room[0].shape[2]:
@@ -137,6 +237,16 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]
         """Keep these rows only."""
         self.room = [x.index_select(0, beam_idx) for x in self.room]
         self.keys, self.values = (room[:, :, : self.end] for room in self.room)
+
+    def fix(self, size: int, place: Tensor) -> None:
+        """Have room for this many tokens, and write the next one at `place`."""
+        shape = *self.room[0].shape[:2], size, self.room[0].shape[3]
+        grown = [x.new_zeros(shape) for x in self.room]  # zeros: what a mask hides must be finite
+        for x, old in zip(grown, self.room, strict=True):
+            kept = min(size, old.shape[2])
+            x[:, :, :kept] = old[:, :, :kept]
+        self.room, self.place = grown, place
+        self.keys, self.values = grown
 
 
 class ReservedWindow(ReservedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]

@@ -107,7 +107,7 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_other(
     model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 8), uniforms(32, 12, 0, "x")
     expected, rows = sample(model, prompts, noise), []
     model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    monkeypatch.setattr(decoding, "COMPACT_BELOW", compact_below)
+    monkeypatch.setitem(decoding.COMPACT_BELOW, "cpu", compact_below)
     monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", test_every)
     result = sample(model, prompts, noise)
     for a, b in zip(result[:3], expected[:3], strict=True):
@@ -119,6 +119,29 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_other(
     else:  # looked at after every `test_every` tokens
         assert rows == [left[column - column % test_every] for column in range(len(rows))]
     assert len(rows) < 12 or bool((expected.mask.sum(1) == 12).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compact_below", [0.0, 1.0])
+def test_steps_of_fixed_shapes_draw_the_same(
+    new_model: Make, prompts_of: Make, monkeypatch: pytest.MonkeyPatch, compact_below: float, dtype: torch.dtype
+) -> None:
+    """Those that a GPU replays: while the cache grows by two tokens, and rows leave."""
+    model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 8), uniforms(32, 12, 0, "x")
+    check_head(model)
+    lm, sampling = LM(model, dtype), Sampling(12, 1.0, [EOS], PAD)
+    expected, fixed = lm.sample(prompts.ids, noise, sampling), []
+    monkeypatch.setitem(decoding.COMPACT_BELOW, "cpu", compact_below)
+    monkeypatch.setattr(decoding, "GROWTH", 2)
+    monkeypatch.setattr(decoding, "ALIGNED", 1)
+    monkeypatch.setattr(decoding, "takes_fixed_shapes", lambda *_: fixed.append(True) or True)
+    result = lm.sample(prompts.ids, noise, sampling)
+    assert fixed
+    for a, b in zip(result[:3], expected[:3], strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(
+        result.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.02
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -114,7 +114,7 @@ def test_sampling_and_passes_agree_with_its_own_float64_logits(
 
     Each prompt has two responses, and a row that has finished leaves the batch.
     """
-    monkeypatch.setattr(decoding, "COMPACT_BELOW", 1.0)
+    monkeypatch.setitem(decoding.COMPACT_BELOW, "cpu", 1.0)
     lm, prompts = LM(load_causal_lm(str(folder))), encode_all(letters, TEXTS * 2)
     noise = uniforms(6, 8, 0, "noise")
     sampled = lm.sample(prompts, noise, Sampling(max_new_tokens=8, temperature=0.9, eos_ids=[2, 5], pad_id=0))
