@@ -17,6 +17,10 @@ from torch import Tensor
 # Fixed cost of a pass, in tokens: padding a row is cheaper than another pass if it adds fewer tokens.
 PASS_OVERHEAD = {"cpu": 96, "cuda": 8192}
 WORTH_SHARING = 0.1  # share of a batch's tokens that must repeat another row's prompt
+LEAST_SPARED = {
+    "cpu": 0,
+    "cuda": PASS_OVERHEAD["cuda"],
+}  # tokens that sharing spares: prompts are read in a pass before
 KEYS_AND_VALUES = 4  # tokens of a copied prompt (keys and values only) that take the memory of one computed token
 
 
@@ -186,7 +190,8 @@ class Layout:
             common = prompts.common(set(numbers), self.device)
             read = common + sum(prompts.lengths[number] - common for number in set(numbers))
             every = sum(prompts.lengths[number] for number in numbers)
-            if every - read > WORTH_SHARING * sum(self.lengths[row] for row in rows):
+            worth = WORTH_SHARING * sum(self.lengths[row] for row in rows)
+            if every - read > max(worth, LEAST_SPARED.get(self.device.type, LEAST_SPARED["cuda"])):
                 for group in group_lengths(
                     [int(self.responses[row]) for row in rows],
                     most_rows=most_rows,

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_kl.ops.packing import KEYS_AND_VALUES, Layout, group_lengths, pack_last, split_groups, text_layout
+from rlhf_kl.ops.packing import (
+    KEYS_AND_VALUES,
+    LEAST_SPARED,
+    Layout,
+    group_lengths,
+    pack_last,
+    split_groups,
+    text_layout,
+)
 from tests import made
 
 PROMPTS = [[11, 12], [21, 22, 23], [31]]
@@ -125,7 +133,7 @@ def test_groups_are_halved_until_there_are_enough() -> None:
     assert sorted(split) == [[1], [2], [3], [4]]
 
 
-def test_prompts_are_shared_only_where_that_spares_enough() -> None:
+def test_prompts_are_shared_only_where_that_spares_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = made.two_prompts()
     assert all(rows.prompts is None for rows in batch.passes(range(6), most_rows=9, most_tokens=99, share=False))
     assert all(rows.prompts is None for rows in batch.passes([0, 2], most_rows=9, most_tokens=99))  # two prompts
@@ -133,6 +141,8 @@ def test_prompts_are_shared_only_where_that_spares_enough() -> None:
     assert shared.prompts is not None
     assert shared.prompts.ids.shape == (1, 9)
     assert shared.ids.shape == (3, 4)
+    monkeypatch.setitem(LEAST_SPARED, "cpu", 18)  # two prompts of nine tokens are not more
+    assert all(rows.prompts is None for rows in batch.passes([0, 1, 5], most_rows=9, most_tokens=99))
 
 
 def test_a_shared_pass_keeps_to_its_limits() -> None:
