@@ -24,6 +24,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from rlhf_kl.cli import run as rlhf_kl
 from rlhf_kl.report.drawing import for_dark_pages
 from rlhf_kl.run.log import write_json
@@ -37,6 +39,7 @@ PICTURES = {  # of README and guide, by the file that a measurement draws
     "sweep_target": {"targets": "targets"},
 }
 DARK = {"adaptive_or_fixed": "compare"}  # of README, which browsers show dark
+NEED_A_GPU = ("smollm2_gpu",)
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak")
 
 
@@ -67,9 +70,17 @@ def of_control(found: Mapping[str, Any]) -> dict[str, Any]:
     return dict(found["rows"])
 
 
+def of_run(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the summary of a run: seconds, and figures at its start and over its last ten updates."""
+    closing, control = found["closing"], found["control"]
+    known = {name: dict(zip(("start", "end"), closing[name], strict=True)) for name in ("scores", "perplexity")}
+    kl = {"mean": control["kl"], "tail_error": control["tail_error"]}
+    return {found["run"]: {"seconds": found["seconds"], "updates": found["steps"], "kl": kl, **known}}
+
+
 def seeds_of(found: Mapping[str, Any]) -> list[int]:
     """Seeds of the variants of a comparison, or of runs that are named by row, start and seed; else the usual one."""
-    named = list(found.get("seeds", []))
+    named = [*found.get("seeds", []), *([found["seed"]] if "seed" in found else [])]
     named += [seed for variant in found.get("variants", {}).values() for seed in variant["seeds"]]
     named += [run.rpartition("-s")[2] for runs in found.get("rows", {}).values() for run in runs]
     return sorted(set(map(int, named))) or [0]
@@ -121,6 +132,15 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "scale": Measurement(
         "one run scaled to every target, beside runs trained there", ["scripts/scale_arms.py", "FOLDER"], "scale.json"
     ),  # 30; needs RLHF_KL_REAL, as stress
+    "smollm2_gpu": Measurement(
+        "a real model on a GPU",
+        [
+            *("-m", "rlhf_kl", "train", "--config", "smollm2_sentiment.yaml", "--updates", "40"),
+            *("--overwrite", "--output-dir", "FOLDER"),
+        ],
+        "summary.json",
+        of_run,
+    ),  # 1; needs a GPU
     "control": control("tail errors of all controllers"),  # 40
     "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30
     "several": several("reviews", 64),  # 2
@@ -155,7 +175,8 @@ def machine() -> str:
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
+    gpus = [f"{torch.cuda.get_device_name(i)}, " for i in range(torch.cuda.device_count())]
+    return f"{''.join(gpus)}{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
 
 
 def git(*words: str) -> str:
@@ -188,6 +209,9 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
     line = shlex.join(["python", *command])
     if is_made(result, line):
         print(f"{name}: is made")
+        return True
+    if name in NEED_A_GPU and not torch.cuda.is_available():
+        print(f"{name}: needs a GPU")
         return True
     (folder / name).mkdir(parents=True, exist_ok=True)
     placed = [word.replace("FOLDER", str(folder / name)) for word in command]

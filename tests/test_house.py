@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGE, TESTS = 21_122, 18_691  # lines of Python; on the way to 16,700 and 14,000
+PACKAGE, TESTS = 21_246, 18_752  # lines of Python; on the way to 16,700 and 14,000
 
 
 def lines(folder: str) -> int:

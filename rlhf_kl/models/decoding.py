@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_kl.hub import first_line
+from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.text import position_ids
 from rlhf_kl.ops.head import Head, in_chunks
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
@@ -175,6 +177,8 @@ class FixedSteps(Steps):
             try:
                 self.replay = captured(step)
             except RuntimeError as error:  # a model that waits for the GPU
+                if memory_is_full(error):
+                    raise
                 STARTED_BY_PYTHON.add(type(self.model.base))
                 log.info(
                     f"steps of sampling are started from Python, since no CUDA graph holds them: {first_line(error)}"
@@ -183,15 +187,21 @@ class FixedSteps(Steps):
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """What replays a step as a CUDA graph. Errors: RuntimeError if it cannot be captured."""
-    stream = torch.cuda.Stream()
+    stream = side_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # once before, since libraries allocate at their first call
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph.replay
+
+
+@cache
+def side_stream() -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps 32 MiB for each stream."""
+    return torch.cuda.Stream()
 
 
 def takes_fixed_shapes(model: Any, cache: Any) -> bool:

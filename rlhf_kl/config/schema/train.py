@@ -45,7 +45,7 @@ class PolicySection(TunedSection):
     """Shard the weights, gradients and Adam's moments of the trained models over the processes (FSDP2).
 
     Each process reads its part from the disk. It gathers one layer at a time in training, and all of them to sample.
-    Never run: GPUs.
+    Never run: several GPUs.
     """
 
 
@@ -55,7 +55,7 @@ class ReferenceSection(Section):
     shard: bool = False
     """Shard the layers of reference and reward models over the processes, in the run's dtype; gathered for a rollout.
 
-    Never run: GPUs.
+    Never run: several GPUs.
     """
 
 
@@ -130,7 +130,7 @@ class PPOSection(OptimiserSection):
     microbatch_size: Count | None = None
     """Maximum responses in a training pass; must divide minibatch_size. It changes the memory use, not the result.
 
-    null = as many as fit into 96 MiB of activations on a CPU, 8 GiB on a GPU (never run), or the weights' size.
+    null = as many as fit into 96 MiB of activations on a CPU, 8 GiB on a GPU, or the weights' size.
     """
     learning_rate: Positive | Literal["auto"] = "auto"
     """Peak learning rate of Adam; auto = from the policy's number of parameters, ten times as high for an adapter."""
