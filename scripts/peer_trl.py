@@ -116,6 +116,8 @@ def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
         train_ppo(args, folder, prompts, tokenizer, curve)
         return curve.points
     config, trainer = (getattr(trl, f"{args.method.upper()}{part}") for part in ("Config", "Trainer"))
+    names = ("activation_checkpointing", "gradient_checkpointing")  # the second before transformers 5.2x
+    recompute = next(name for name in names if name in config.__dataclass_fields__)
     settings = config(
         output_dir=folder,
         seed=args.seed,
@@ -130,7 +132,7 @@ def train(args: SimpleNamespace, folder: str) -> list[dict[str, float]]:
         logging_steps=args.minibatches,
         bf16=args.dtype == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
-        activation_checkpointing=False,  # it saves memory and costs time
+        **{recompute: False},  # it saves memory and costs time
         use_cpu=args.device == "cpu",
         report_to=[],
         save_strategy="no",
