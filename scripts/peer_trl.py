@@ -193,9 +193,8 @@ def train_ppo(args: SimpleNamespace, folder: str, prompts: list[str], tokenizer:
         callbacks=[curve],
         **models,
     )
-    with torch.autocast(
-        args.device, dtype, enabled=dtype == torch.bfloat16, cache_enabled=False
-    ):  # weights change inside
+    # Without a cache of casts: weights change inside.
+    with torch.autocast(args.device, dtype, enabled=dtype == torch.bfloat16, cache_enabled=False):
         trainer.train()
 
 

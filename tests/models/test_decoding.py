@@ -139,9 +139,8 @@ def test_steps_of_fixed_shapes_draw_the_same(
     assert fixed
     for a, b in zip(result[:3], expected[:3], strict=True):
         assert torch.equal(a, b)
-    torch.testing.assert_close(
-        result.logprobs, expected.logprobs, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.02
-    )
+    error = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=1e-4, atol=error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
