@@ -60,12 +60,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, rlhf_kl: Cli) -> Iterator[Path
         patch.chdir(folder)
         done = rlhf_kl("init")
         assert (done.code, done.out.count("rlhf-kl"), done.err) == (0, 4, "")
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "heldout.txt",
-            "mine.py",
-            "mine.yaml",
-            "prompts.jsonl",
-        ]
+        assert {path.name for path in folder.iterdir()} == {"heldout.txt", "mine.py", "mine.yaml", "prompts.jsonl"}
         assert len(Path("prompts.jsonl").read_text().splitlines()) == 40
         tokenizer = train_tokenizer(Path("heldout.txt").read_text().splitlines(), 300, 160)
         sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "layers": 1, "heads": 2, "context": 160}
@@ -81,19 +76,26 @@ def own(tmp_path_factory: pytest.TempPathFactory, rlhf_kl: Cli) -> Iterator[Path
 
 
 SMALL = ("--set", "rollout={batch_size: 8, max_new_tokens: 16, reference_samples: 64}", "--set", "run.device=cpu")
+TWO = ("train", "mine", "--updates", "2", *SMALL, "--set", "tracking.tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def ran(own: Path, rlhf_kl: Cli) -> str:
+    """What the run in runs/mine printed, as JSON."""
+    done = rlhf_kl(*TWO, "--json", "--quiet")
+    assert done.code == 0, done
+    return done.out
 
 
 @pytest.mark.quick
-def test_an_own_run_from_an_empty_folder(own: Path, rlhf_kl: Cli) -> None:
+def test_an_own_run_from_an_empty_folder(own: Path, ran: str, rlhf_kl: Cli) -> None:
     done = rlhf_kl("doctor", "mine.yaml", "--updates", "3", *SMALL)
     assert (done.code, done.out.splitlines()[-1].split()[0]) == (0, "ready:"), done
     assert "3 updates of" in done.out
     train = ["train", "--config", "mine.yaml", "--updates", "3", *SMALL]
     assert done.out.endswith(f" doubtful; next: rlhf-kl {shlex.join(train)}\n")
-    train = ["train", "mine", "--updates", "2", *SMALL, "--set", "tracking.tensorboard=false"]
-    done = rlhf_kl(*train, "--json", "--quiet")
-    assert (done.code, json.loads(done.out)["steps"]) == (0, 2)
-    done = rlhf_kl(*train, "--resume", "--quiet")
+    assert json.loads(ran)["steps"] == 2
+    done = rlhf_kl(*TWO, "--resume", "--quiet")
     assert "updates: 2 in " in done.out
     for word in ("blue", "green"):
         assert load_attribute("mine.py:right")(["It was"], ["It was blue."], answer=[word]) == [word == "blue"]
@@ -177,7 +179,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[line for line, *_ in MISTAKES])
 def test_a_mistake_is_told_with_its_key_its_value_and_the_next_step(
-    mistake: tuple[str, ...], own: Path, rlhf_kl: Cli
+    mistake: tuple[str, ...], own: Path, ran: str, rlhf_kl: Cli
 ) -> None:
     line, *words = mistake
     done = rlhf_kl(*shlex.split(line))

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         parents = parents[: draw(st.integers(0, len(parents)))] if draw(st.booleans()) else parents
         section = config
         for key in parents:
-            section = section[key]
-        section[draw(KEYS) if draw(st.booleans()) else name] = draw(VALUES)
+            section = section[key] if isinstance(section.get(key), dict) else section  # a key may hold a dot
+        section[draw(KEYS) if draw(st.booleans()) else name] = deepcopy(draw(VALUES))  # ODD must stay as it is
     return config
 
 

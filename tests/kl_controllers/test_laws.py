@@ -108,11 +108,7 @@ def test_fixed_is_fixed_and_may_be_zero():
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [
-        ("constant", [0.1] * 5),
-        ("linear", [0.15, 0.2, 0.25, 0.3, 0.3]),
-        ("cosine", [0.129289, 0.2, 0.270711, 0.3, 0.3]),
-    ],
+    [("constant", [0.1] * 5), ("linear", [0.15, 0.2, 0.25, 0.3, 0.3]), ("cosine", [0.129289, 0.2, 0.270711, 0.3, 0.3])],
 )
 def test_schedule_follows_progress_and_not_the_kl(shape, expected):
     law = ScheduledKL(total_episodes=256, coef=0.1, end_coef=0.3, shape=shape)

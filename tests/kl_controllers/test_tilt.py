@@ -64,12 +64,7 @@ def test_gain_at_no_kl_is_nothing():
 
 @pytest.mark.parametrize(
     ("scores", "kl", "word"),
-    [
-        ([1.0] * 100, 0.1, "constant"),
-        ([1.0, 2.0], 0.1, "too few"),
-        (NORMAL, 0.0, "target_kl"),
-        ([], 0.1, "constant"),
-    ],
+    [([1.0] * 100, 0.1, "constant"), ([1.0, 2.0], 0.1, "too few"), (NORMAL, 0.0, "target_kl"), ([], 0.1, "constant")],
 )
 def test_scores_without_a_solution_are_an_error(scores, kl, word):
     with pytest.raises(ValueError, match=word):

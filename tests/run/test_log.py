@@ -18,15 +18,7 @@ from accelerate import PartialState
 from rlhf_kl.errors import InputError
 from rlhf_kl.run import log
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.run.log import (
-    JsonlWriter,
-    TensorBoardWriter,
-    Tracker,
-    Views,
-    check_installed,
-    read_jsonl,
-    write_json,
-)
+from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, check_installed, read_jsonl, write_json
 
 # ---- JSON lines
 

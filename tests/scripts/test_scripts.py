@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,9 @@ def test_what_a_script_imports_of_the_program_is_there(file: Path) -> None:
             missing = [name.name for name in node.names if not hasattr(module, name.name)]
             for name in missing:
                 importlib.import_module(f"{node.module}.{name}")  # a module
+
+
+def test_the_tests_of_each_promise_are_there() -> None:
+    for names in runpy.run_path(str(SCRIPTS / "reliability.py"))["TESTS"].values():
+        for file, _, test in (name.partition("::") for name in names):
+            assert f"def {test}(" in (SCRIPTS.parent / file).read_text(encoding="utf-8") or not test
