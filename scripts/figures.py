@@ -3,6 +3,7 @@
     make figures                       all of them: hours on two cores
     make figures ONLY="sweep_target"   some. A result that this program made stays; finished runs in runs/figures are
                                        used again, and an interrupted one goes on
+    make figures ONLY=--list           only which results are older than the program
 
 A result has what was measured, its command, commit, date, machine and seeds, and `figures`: numbers by name.
 `trl_budget_picture.py` makes trl_budget.json, in environments with TRL. A table in README or guide that begins with
@@ -202,6 +203,12 @@ def is_made(file: Path, command: str) -> bool:
     return made and "+" not in commit() + found["commit"]
 
 
+def old_results() -> dict[str, str]:
+    """Commits of the results that another program made, by name."""
+    made = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))}
+    return {name: found["commit"] for name, found in made.items() if program(found["commit"]) != program()}
+
+
 def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
     """Run a measurement that is not made yet, and write its result; whether it is there."""
     what, words, file, read = MEASUREMENTS[name]
@@ -239,9 +246,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; there are {', '.join(MEASUREMENTS)}")
     parser.add_argument("--folder", type=Path, default=Path("runs/figures"), help="of the runs")
+    parser.add_argument("--list", action="store_true", help="only say which results are older than the program")
     args, extra = parser.parse_known_args(words)
     if unknown := set(args.names) - set(MEASUREMENTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
+    old = [f"{name} ({at})" for name, at in old_results().items()]
+    print(f"older than the program, {program()}: {', '.join(old) or 'none'}", flush=True)
+    if args.list:
+        return 0
     folder = args.folder.resolve() / program()  # runs of another program are no runs of this one
     failed = [name for name in args.names or MEASUREMENTS if not measure(name, folder, extra)]
     return int(bool(failed))

@@ -49,10 +49,7 @@ def test_log_probs_are_those_of_the_policy_as_it_is_now(adapter: bool) -> None:
 
 def test_a_run_is_drawn_from_its_policy(tmp_path: Path) -> None:
     """Its tokens are as likely as the policy says; log-probs of both differ in the last digits."""
-    changes = (
-        "rollout.engine=vllm",
-        f"rollout.engine_options={json.dumps(SMALL)}",
-    )
+    changes = ("rollout.engine=vllm", f"rollout.engine_options={json.dumps(SMALL)}")
     command = [sys.executable, "-m", "rlhf_kl", "train", "--config", "smoke.yaml", "--quiet", "--output-dir", tmp_path]
     subprocess.run([*command, *sets(*changes)], check=True)
     updates: list[dict[str, Any]] = [row for row in rows(tmp_path) if "kl/token" in row]

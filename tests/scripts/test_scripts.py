@@ -31,6 +31,16 @@ def test_killed_runs_end_as_if_nothing_had_been(small_world: World) -> None:
     assert script("crash_test.py", "--kills", 1).stdout.splitlines()[-1] == "all 1 1"
 
 
+def test_figures_names_the_results_that_another_program_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    figures = importlib.import_module("figures")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "program", lambda at="new": at)
+    for commit in ("old", "new"):
+        (tmp_path / f"{commit}.json").write_text(f'{{"commit": "{commit}"}}', encoding="utf-8")
+    assert figures.old_results() == {"old": "old"}
+
+
 def test_this_environment_is_complete() -> None:
     script("environment.py", "--check-dev")
 
