@@ -40,6 +40,7 @@ PICTURES = {  # of README and guide, by the file that a measurement draws
     "sweep_target": {"targets": "targets"},
 }
 DARK = {"adaptive_or_fixed": "compare"}  # of README, which browsers show dark
+DRAWN_FROM = {"what_beta_does": "scripts/tutorial_pictures.py"}  # draws the numbers of a result
 NEED_A_GPU = ("smollm2_gpu",)
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak")
 
@@ -237,6 +238,8 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
             with for_dark_pages():
                 rlhf_kl(placed[2:])  # the finished runs are only drawn again
             shutil.copy(folder / name / f"{DARK[name]}.png", images / f"{DARK[name]}-dark.png")
+        if name in DRAWN_FROM:
+            subprocess.run([sys.executable, DRAWN_FROM[name]], cwd=ROOT, check=True)
     return not done.returncode
 
 
