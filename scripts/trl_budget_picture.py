@@ -304,7 +304,7 @@ def draw(arguments: argparse.Namespace) -> None:
             print(f"{name} from beta {beta:g}: tail error {tail_error(kls):.3f}, highest {max(kls):.3f}")
             lines.append(line(f"beta {beta:g}", tint, kls))
         charts.append(chart(name, lines))
-    heading = f"KL of a toy {kind.upper()} run of TRL"
+    heading = f"KL of a toy {kind.upper()} run of TRL; the band is the target ± 25 %"
     save_sheet(charts, arguments.image, columns=len(charts), heading=heading)
 
 
