@@ -49,6 +49,7 @@ from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.ppo.way import same_weights, way_from
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -166,7 +167,8 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
     reference = loader.language_model(ref, "reference.model").model
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("reference.model: has another vocabulary than policy.model, so there is no KL between them")
-    return loader.frozen(reference), False
+    # A copy under another name is the start too. An adapter is none: it begins as what it is added to.
+    return loader.frozen(reference), not has_adapter(policy) and same_weights(policy, reference)
 
 
 def build_prompts(
@@ -293,7 +295,8 @@ def build_trainer(
     optimizer = adamw(policy, rate, ppo.weight_decay, model.critic, ppo.critic_learning_rate, value=model.value)
     controller = configured_controller(config, coef)
     start = Mean(scores.mean, scores.mean_stderr)
-    return PPOTrainer(config, model, optimizer, rollouts, reference, controller, features, start)
+    way = way_from(setup.reference, model.policy, began_there=setup.reference_is_initial_policy)
+    return PPOTrainer(config, model, optimizer, rollouts, reference, controller, features, start, way)
 
 
 def learning_rate(config: TrainConfig, policy: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf_kl import ui
@@ -18,6 +19,7 @@ from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
+from rlhf_kl.models.lora import adapter_base, is_adapter
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.ppo.evaluate import (
     NO_SCORERS,
@@ -29,6 +31,7 @@ from rlhf_kl.ppo.evaluate import (
     text_errors,
 )
 from rlhf_kl.ppo.rollout import rows_at_once
+from rlhf_kl.ppo.way import same_weights
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.types import Prompts
 from rlhf_kl.ui import log
@@ -74,6 +77,21 @@ class HeldOut:
         self.reference, self.reference_tokenizer = None, None
         if model is None or reference is not None:
             self.reference, self.reference_tokenizer = load_reference(loader, config, reference)
+        self.loader = loader
+
+    def began_at_reference(self, final: Path) -> bool:
+        """Whether the run's policy began as its reference, or is an adapter on it: else no way between them is known.
+
+        `final`: the run's.
+        """
+        ref, load = self.config.reference.model, self.loader
+        if ref is None or load.folder(ref) == load.folder(self.config.policy.model):
+            return True
+        if is_adapter(final) and load.folder(adapter_base(final)) == load.folder(ref):
+            return True
+        assert self.reference is not None
+        start = load.language_model(self.config.policy.model, "policy.model").model
+        return same_weights(start, self.reference.model)
 
     @property
     def sampling(self) -> Any:

@@ -62,6 +62,11 @@ def scale(
         from rlhf_kl.run.log import encode_json
 
     held = HeldOut(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
+    if not held.began_at_reference(folder.final):
+        raise InputError(
+            f"{folder.path}: the policy did not begin as its reference ({config.reference.model}), so nothing is known "
+            "of the weights between them: train at other targets (compare)"
+        )
     table = Scaled(held, samples)
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
     wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}

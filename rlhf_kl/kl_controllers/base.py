@@ -128,9 +128,10 @@ class KLController:
         """The learning rate of the next update is `factor` times that of the last one, and so is the policy's step."""
 
     def scale(self) -> float:
-        """The share to which the policy's way from its reference is scaled now; called after `update`. 1 = as it is.
+        """The share of the policy's distance from its reference, sqrt(KL), that is kept; called after `update`.
 
-        The KL goes with its square. Where the reference is no start of the same weights, it is not called.
+        1 = all of it. The KL becomes the square of the share times what it was. Where the policy did not begin as its
+        reference, it is not called.
         """
         return 1.0
 

@@ -25,6 +25,7 @@ from rlhf_kl.models.load import switch_dropout_off
 from rlhf_kl.program import shell_command
 
 TRAINED, KEPT = "default", "start"  # names of the trained adapter, and of its frozen initial copy
+FACTORS = ("lora_A", "lora_B")  # of what an adapter adds to a layer: B A, and B is 0 at the start
 ADAPTER_CONFIG = "adapter_config.json"
 LANGUAGE_MODEL: Literal["CAUSAL_LM"] = "CAUSAL_LM"  # peft's names for the kinds of base models
 CLASSIFIER: Literal["SEQ_CLS"] = "SEQ_CLS"

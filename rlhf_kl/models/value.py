@@ -6,7 +6,7 @@ Source: Ziegler et al. 2019 (shared trunk); Ouyang et al. 2022 (separate, from t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.seeding import generator
-from rlhf_kl.sharding import local_like
 
 WIDTH = 128  # of a FeatureCritic
 
@@ -163,15 +162,3 @@ def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:
     """Names of trainable tensors whose memory the reference uses as well."""
     frozen = {parameter.data_ptr() for parameter in reference.parameters()}
     return [name for name, p in trained.named_parameters() if p.requires_grad and p.data_ptr() in frozen]
-
-
-def values_in(reference: LM, policy: nn.Module) -> Callable[[], list[Tensor]] | None:
-    """A function for the reference's values of the policy's trained parameters; None for another kind of model.
-
-    A sharded reference of an unsharded policy is gathered in the call: all processes must call.
-    """
-    there = reference.state_dict()
-    trained = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    if any(name not in there or there[name].shape != p.shape for name, p in trained):
-        return None
-    return lambda: [local_like(there[name].to(p.device), p) for name, p in trained]  # a start may be kept on the CPU

@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf_kl.ops.masked import Mean
+from rlhf_kl.ppo.way import Way, shrink
 from rlhf_kl.types import RolloutBatch
 
 MOST_TRIES = 6
 SURE = 3.0  # standard errors below the limit at which a KL by some of the states is enough
 AIM = 0.97  # of the limit: where an update that is made smaller shall end
+NEAR = (-0.04, 0.03)  # a KL so near to where it shall end stays there
+SQUARE = 2.0  # power of the share with which a KL falls near the reference,
+POWERS = (0.5, 6.0)  # and farther away: of an adapter whose factors are both scaled 2.7 to 3.6 were measured
+NEARLY = 0.968  # a share that tells the KL to 5 %, whatever the power from 0.5 to 3.5
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
 PRIOR_CHANGE = 0.15  # of the target: the prior of the forecast weighs as much as one change of the KL of this size
 GAIN_BOUNDS = (0.25, 3.0)
@@ -80,7 +84,7 @@ class Ceiling:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        reference: Callable[[], Sequence[Tensor]] | None,
+        way: Way | None,
         read_kl: Callable[[RolloutBatch, bool], Mean],
         *,
         target: float,
@@ -89,18 +93,17 @@ class Ceiling:
     ) -> None:
         """`read_kl` measures the current policy's KL at a rollout's states: at all of them, or (False) by some.
 
-        `reference` gives values of the parameters at which the KL is 0; None = unknown, for example if the
-        reference has another architecture. `target` and `limit` in nats of the target's unit. Without a limit no update
-        is shortened, and the KL after it is measured where `measures`.
+        `way`: from the reference; None = unknown, since the policy did not begin there. `target` and `limit` in nats
+        of the target's unit. Without a limit no update is shortened, and the KL after it is measured where `measures`.
         """
         self.parameters = list(parameters)
-        self.reference = reference
+        self.way = way
         self.read_kl, self.limit, self.measures = read_kl, limit, measures
         self.forecast = KLForecast(target)
 
     def snapshot(self) -> list[Tensor]:
         """The parameters before an update, if it may be shortened and only they tell in which direction."""
-        needed = self.limit is not None and self.reference is None
+        needed = self.limit is not None and self.way is None
         return [p.detach().clone() for p in self.parameters] if needed else []
 
     def hold(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean) -> CeilingResult:
@@ -108,9 +111,9 @@ class Ceiling:
 
         The limit holds for the forecast of the next rollout's KL, without its standard error: else one heavy row of a
         small batch would cut updates. A policy that would cross it is scaled towards its reference (see `scale`).
-        Without a reference on that line the update itself is shortened (the line search of TRPO, Schulman et al. 2015,
-        appendix C); where the policy stood above the limit already, the update or its undoing is kept, whichever has
-        the lower KL.
+        Where the way from there is unknown the update itself is shortened (the line search of TRPO, Schulman et al.
+        2015, appendix C); where the policy stood above the limit already, the update or its undoing is kept, whichever
+        has the lower KL.
         """
         self.forecast.observe(measured.mean)
         if self.limit is None:
@@ -121,18 +124,24 @@ class Ceiling:
         self.forecast.made = (measured.mean, result.kl_after) if math.isfinite(result.kl_after) else None
         return result
 
-    def scale(self, move: CeilingResult, share: float) -> CeilingResult:
+    def scale(self, rollout: RolloutBatch, move: CeilingResult, share: float) -> CeilingResult:
         """theta_ref + share (theta - theta_ref): near the reference the KL goes with the square of the share.
 
-        (Interpolation towards the start: Rame et al. 2024, WARP, 2406.16768, section 3.)
+        A smaller share is corrected until the KL is the square of `share` times what it was, as measured: of an
+        adapter, or far away, it falls with another power.
         """
-        if self.reference is None or share == 1.0:
+        if self.way is None or share == 1.0:
             return move
-        self._shrink(self.reference(), share)
-        after = move.kl_after * share**2
+        if share >= NEARLY:
+            self.way.shrink(share)
+            done, after = share, move.kl_after * share**SQUARE
+        else:
+            wanted = move.kl_after * share**SQUARE
+            over, of_wanted = share**-SQUARE, lambda kl: kl.mean / wanted if wanted > 0 else math.nan
+            done, after, _ = self._go(self.way.parameters, self.way.origin(), rollout, over, of_wanted, 1.0)
         if self.forecast.made is not None:
             self.forecast.made = (self.forecast.made[0], after)
-        return replace(move, kl_after=after, scale=move.scale * share)
+        return replace(move, kl_after=after, scale=move.scale * done)
 
     def seen(self, move: CeilingResult) -> tuple[float, float, float]:
         """The KL before the update, and those expected of the next rollout: after it, and had it not been cut."""
@@ -153,43 +162,73 @@ class Ceiling:
         far = of_limit(uncut)
         if far <= 1.0:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
-        if self.reference is not None:
-            # The states of a scaled policy are nearer as well, so its forecast falls with the square too.
-            share, after = self._towards(
-                self.reference(), rollout, far, lambda kl, share: max(kl.mean / limit, share**2 * far)
+        if (way := self.way) is not None:
+            # The states of a scaled policy are nearer as well, so its forecast falls as its KL does.
+            each = max(1.0 / limit, far / uncut.mean) if math.isfinite(far) else math.nan
+            share, after = self._below(
+                way.parameters, way.origin(), rollout, far, lambda kl: kl.mean * each, learns=True
             )
             return CeilingResult(share, start, 0.0 if after is None else after, uncut.mean, share)
         if of_limit(measured) <= 1.0:
-            share, after = self._towards(before, rollout, far, lambda kl, _: of_limit(kl))
+            share, after = self._below(self.parameters, before, rollout, far, of_limit, learns=False)
             return CeilingResult(share, start, start if after is None else after, uncut.mean)
         if uncut.mean < start:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
-        self._shrink(before, 0.0)
+        shrink(self.parameters, before, 0.0)
         return CeilingResult(0.0, start, start, uncut.mean)
 
-    def _towards(
-        self, origin: Sequence[Tensor], rollout: RolloutBatch, over: float, of_limit: Callable[[Mean, float], float]
+    def _below(
+        self,
+        parameters: Sequence[Tensor],
+        origin: Sequence[Tensor],
+        rollout: RolloutBatch,
+        over: float,
+        of_limit: Callable[[Mean], float],
+        *,
+        learns: bool,
     ) -> tuple[float, float | None]:
-        """Go towards `origin` from a point that is at `over` times the limit, until `of_limit(KL, share)` is below 1.
+        """Go towards `origin` from a point that is at `over` times the limit, until `of_limit(KL)` is below 1.
 
         Returns the share of the way that is left, and the KL there; None at `origin` itself.
         """
-        share = 1.0
-        for _ in range(MOST_TRIES if math.isfinite(over) else 0):
-            shrink = math.sqrt(AIM / over)
-            share *= shrink
-            self._shrink(origin, shrink)
-            kl = self.read_kl(rollout, True)
-            over = of_limit(kl, share)
+        if math.isfinite(over):
+            share, kl, over = self._go(parameters, origin, rollout, over, of_limit, AIM, learns=learns)
             if over <= 1.0:
-                return share, kl.mean
-            if not math.isfinite(over):
-                break
-        self._shrink(origin, 0.0)
+                return share, kl
+        shrink(parameters, origin, 0.0)
         return 0.0, None
 
-    @torch.no_grad()
-    def _shrink(self, origin: Sequence[Tensor], share: float) -> None:
-        """origin + share (theta - origin)."""
-        for p, a in zip(self.parameters, origin, strict=True):
-            p.copy_(torch.lerp(a.to(p), p, share) if share else a.to(p))  # theta may not be finite
+    def _go(
+        self,
+        parameters: Sequence[Tensor],
+        origin: Sequence[Tensor],
+        rollout: RolloutBatch,
+        over: float,
+        of_limit: Callable[[Mean], float],
+        aim: float,
+        *,
+        learns: bool = True,
+    ) -> tuple[float, float, float]:
+        """Go on the line through `origin` from a point at `over` times a limit until `of_limit(KL)` is near `aim`.
+
+        `learns`: the power of the share with which the KL falls; else any KL below is near. Returns the share of the
+        way that is left, the KL there, and this over the limit; the last try where none was near.
+        """
+        share, power, kl = 1.0, SQUARE, math.nan
+        low, high = (aim + by for by in NEAR)
+        for _ in range(MOST_TRIES):
+            step, before = (aim / over) ** (1.0 / power), over
+            share *= step
+            shrink(parameters, origin, step)
+            measured = self.read_kl(rollout, True)
+            kl, over = measured.mean, of_limit(measured)
+            if not over > 0.0 or math.isinf(over) or ((low <= over or not learns) and over <= high):
+                break
+            power = fitted_power(over / before, step) if learns else power
+        return share, kl, over
+
+
+def fitted_power(change: float, step: float) -> float:
+    """The power of the share with which a KL fell by `change` when the share changed by `step`."""
+    power = math.log(change) / math.log(step) if change > 0 and step != 1.0 else SQUARE
+    return min(max(power, POWERS[0]), POWERS[1])

@@ -14,7 +14,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.events import Event, UpdateSkipped
 from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.memory import SMALLER_PASS, free_memory, memory_for, sized, tokens_of_a_pass
-from rlhf_kl.models.value import ActorCritic, freezing, values_in
+from rlhf_kl.models.value import ActorCritic, freezing
 from rlhf_kl.ops.head import token_kl, token_logprobs
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.masked import Mean
@@ -25,6 +25,7 @@ from rlhf_kl.ppo.objectives import Loss, Targets, Tokens, explained_variance, pp
 from rlhf_kl.ppo.rate import LearningRate, Progress, allowed_rise
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+from rlhf_kl.ppo.way import Way
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.sharding import is_sharded, local, sum_gradients, unsharded
 from rlhf_kl.types import RolloutBatch
@@ -87,10 +88,12 @@ class PPOTrainer:
         controller: KLController,
         features: StateFeatures | None = None,
         start: Mean | None = None,
+        way: Way | None = None,
     ) -> None:
         """`reference` holds the states of the last rollout; `features` are those of the critic, if there is one.
 
-        The optimizer comes with the peak learning rate. `start`: the shaped score of the reference.
+        The optimizer comes with the peak learning rate. `start`: the shaped score of the reference. `way`: from the
+        reference to the policy, where it is known.
         """
         self.config, self.model, self.optimizer, self.rollouts = config, model, optimizer, rollouts
         self.reference, self.controller, self.features = reference, controller, features
@@ -107,7 +110,7 @@ class PPOTrainer:
         section = config.kl.ceiling
         self.ceiling = Ceiling(
             [local(p) for p in self.policy],
-            values_in(reference.lm, model.policy),
+            way,
             self.kl_now,
             target=config.kl.target_value,
             limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
@@ -140,8 +143,8 @@ class PPOTrainer:
             self.controller.may_lower = self.progress.made
             update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
             update.coef_next = self.controller.beta
-            if self.ceiling.reference is not None:
-                update.move = self.ceiling.scale(move, self.controller.scale())  # 7. end an overshoot at once
+            if self.ceiling.way is not None:  # 7. end an overshoot at once
+                update.move = self.ceiling.scale(rollout, move, self.controller.scale())
         return update
 
     def optimize(self, update: Update, targets: Targets, step: int) -> None:

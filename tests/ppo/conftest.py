@@ -35,6 +35,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
 
     `policy`, `reference` and `trunk` (of a separate value function) are models of transformers, `critic` a
     `FeatureCritic`; without the last two the value function is a head. `optimizer(modules)` makes another one.
+    A `reference` may be an `AdapterReference`. `began_there`: the policy began as it; default: where none is given.
     """
     from rlhf_kl.config.plugins import configured_controller
     from rlhf_kl.config.schema import TrainConfig
@@ -45,6 +46,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     from rlhf_kl.ppo.rollout import Rollouts
     from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
     from rlhf_kl.ppo.step import PPOTrainer
+    from rlhf_kl.ppo.way import way_from
     from rlhf_kl.rewards.plugin import PluginReward
     from rlhf_kl.rewards.scorer import Scorer, Scorers
     from rlhf_kl.rewards.shaping import ScoreShaping
@@ -60,6 +62,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
         controller: Any = None,
         reward: Any = count_a,
         shaping: ScoreShaping | None = None,
+        began_there: bool | None = None,
         **sections: dict[str, Any],
     ) -> PPOTrainer:
         settings = copy.deepcopy(SETTINGS)
@@ -71,7 +74,9 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
         config = TrainConfig.model_validate(settings)
         policy = policy if policy is not None else new_model(seed=3, spread=0.1)
         lm, size = LM(policy), policy.config.hidden_size
-        other = frozen_lm(copy.deepcopy(policy) if reference is None else reference, torch.float32, lm.device)
+        began_there = reference is None if began_there is None else began_there
+        reference = copy.deepcopy(policy) if reference is None else reference
+        other = reference if isinstance(reference, LM) else frozen_lm(reference, torch.float32, lm.device)
         if trunk is not None:
             model = ActorCritic(lm, SeparateValue(Trunk(trunk), zero_head(size)))
         else:
@@ -93,6 +98,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
             states,
             controller or configured_controller(config, 0.05),
             features,
+            way=way_from(other, lm, began_there=began_there),
         )
 
     return make

@@ -15,6 +15,7 @@ from torch import nn
 from rlhf_kl.kl_controllers import as_controller
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult, KLForecast
+from rlhf_kl.ppo.way import Way
 from tests.made import Make, Recorder, row_of
 
 
@@ -41,8 +42,8 @@ class Point:
         return Mean(self.law(self.place), self.stderr)
 
     def ceiling(self, limit: float | None, *, measures: bool = False, reference: bool = True) -> Ceiling:
-        origin = (lambda: [torch.zeros(1), torch.zeros(2)]) if reference else None
-        return Ceiling(self.parameters, origin, self.read, target=(limit or 1.5) / 1.5, limit=limit, measures=measures)
+        way = Way(self.parameters, lambda: [torch.zeros(1), torch.zeros(2)]) if reference else None
+        return Ceiling(self.parameters, way, self.read, target=(limit or 1.5) / 1.5, limit=limit, measures=measures)
 
     def shorten(self, limit: float, *, reference: bool = True) -> CeilingResult:
         start = Mean(self.law(float(self.before[0][0])), self.stderr)
@@ -79,10 +80,26 @@ def test_the_forecast_learns_from_what_was_kept_and_scaled() -> None:
     assert ceiling.forecast.made == (0.01, move.kl_after)
     assert move.kl_after < move.kl_uncut
     place = point.place
-    scaled = ceiling.scale(move, 0.5)
+    scaled = ceiling.scale(None, move, 0.5)  # type: ignore[arg-type]
     assert point.place == pytest.approx(place / 2)
     assert scaled.kl_after == pytest.approx(point.place**2)
     assert ceiling.forecast.made == (0.01, scaled.kl_after)
+
+
+@pytest.mark.parametrize("power", [0.7, 1.5, 2.0, 2.8, 3.6])
+def test_where_the_kl_falls_with_another_power_it_is_measured_and_lands_as_near(power: float) -> None:
+    """As of an adapter whose two factors are scaled; measured powers are 2.7 to 3.6."""
+    point = Point(0.1, 1.4, lambda x: abs(x) ** power)
+    ceiling = point.ceiling(1.0)
+    move = ceiling.hold(None, [], Mean(0.1**power, 0.0))  # type: ignore[arg-type]
+    assert 0.93 <= move.kl_after <= 1.0
+    assert move.kl_after == pytest.approx(point.law(point.place))
+    assert move.scale == pytest.approx(point.place / 1.4)
+    scaled = ceiling.scale(None, move, 0.7)  # type: ignore[arg-type]
+    assert scaled.kl_after == pytest.approx(0.49 * move.kl_after, rel=0.03)  # by the square, as a controller expects
+    assert scaled.kl_after == pytest.approx(point.law(point.place))
+    assert scaled.scale == pytest.approx(point.place / 1.4)
+    assert ceiling.forecast.made == (pytest.approx(0.1**power), scaled.kl_after)
 
 
 @pytest.mark.parametrize(("end", "near"), [(0.86, False), (0.88, True), (0.99, True), (1.01, True)])
@@ -231,6 +248,7 @@ def test_from_above_the_ceiling_it_comes_back_at_once(make_trainer: Make, new_mo
     trainer = make_trainer(
         policy=new_model(seed=3, spread=0.15),
         reference=new_model(seed=3, spread=0.1),
+        began_there=True,  # and was moved since
         controller=as_controller(Recorder(1e-3), max_coef=1e-3),
         kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
         ppo={"learning_rate": 1e-3},
