@@ -190,6 +190,9 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
         float32=config.run.dtype == "float32",
     )
     log.info("start checked: " + ", ".join(results))
+    if not setup.reference_is_initial_policy:
+        kl = float(stats.exact_kl[sampled.mask].mean())
+        log.info(f"the policy begins with other weights than its reference, at about {kl:.3g} nats per token")
 
 
 def starting_coef(config: TrainConfig, scores: ReferenceScores) -> SolvedCoef:

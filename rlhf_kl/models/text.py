@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+AS_WRITTEN = {"clean_up_tokenization_spaces": False}  # of a decoding: without it some put "n't" for " n't"
+
 
 def adds_bos(tokenizer: Any) -> bool:
     """Whether a call of the tokenizer puts a bos in front of a text; some have a bos and do not (GPT-2, Pythia)."""
@@ -39,7 +41,7 @@ def first_token_bytes(tokenizer: Any, text: str) -> int:
     bos = tokenizer.bos_token
     if bos is not None:
         return len(bos.encode()) if text.startswith(bos) else 0
-    first: str = tokenizer.decode(encode(tokenizer, text, bos=True)[:1], clean_up_tokenization_spaces=False)
+    first: str = tokenizer.decode(encode(tokenizer, text, bos=True)[:1], **AS_WRITTEN)
     return len(first.encode())
 
 
@@ -63,6 +65,27 @@ def position_ids(mask: Tensor) -> Tensor:
 def decode_responses(tokenizer: Any, rows: Sequence[Sequence[int]], eos_ids: Sequence[int]) -> list[str]:
     """Texts of responses; without eos, pad and bos, but with other special tokens."""
     apart = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, *eos_ids}
-    written = [[token for token in row if token not in apart] for row in rows]
-    texts: list[str] = tokenizer.batch_decode(written, clean_up_tokenization_spaces=False)
-    return texts
+    return decode_behind(tokenizer, [[token for token in row if token not in apart] for row in rows])
+
+
+# ---- what tokens are behind a prompt: at the start of a text many tokenizers (Llama's, Mistral's) drop a space ----
+
+FRONTS = ("a", ".", "\n", "0")  # texts that stand for a prompt
+
+
+def decode_behind(tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[str]:
+    """What each row of ids adds to the text of a prompt in front of it."""
+    front = encode_all(tokenizer, FRONTS[:1], bos=False)[0]
+    whole: list[str] = tokenizer.batch_decode([front, *([*front, *row] for row in rows)], **AS_WRITTEN)
+    start, *texts = whole
+    return [text[len(start) :] for text in texts]
+
+
+def encode_behind(tokenizer: Any, text: str) -> list[int]:
+    """The ids that add `text` to a prompt in front of it; those of the text alone where the tokenizer has no such."""
+    both = encode_all(tokenizer, [each for front in FRONTS for each in (front, front + text)], bos=False)
+    for front, whole in zip(both[::2], both[1::2], strict=True):
+        row = whole[len(front) :]
+        if whole[: len(front)] == front and decode_behind(tokenizer, [row]) == [text]:
+            return row
+    return encode(tokenizer, text, bos=False)

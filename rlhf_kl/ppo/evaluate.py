@@ -15,6 +15,7 @@ import torch
 from rlhf_kl.events import EvalScores, Event, GoldFailed
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import TextSums, safe_exp
+from rlhf_kl.models.text import decode_behind
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.ppo.rollout import measure, response_layout, sample
@@ -165,10 +166,8 @@ def from_median(scores: Sequence[float]) -> list[int]:
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """What each token adds to the text; a character of several tokens (an emoji of bytes) stands at its last one."""
-    front = tokenizer.encode("a", add_special_tokens=False)  # at the start of a text some tokenizers drop a blank
-    shown, texts = len(tokenizer.decode(front)), []
-    for stop in range(1, len(ids) + 1):
-        text = tokenizer.decode([*front, *ids[:stop]])
+    shown, texts = 0, []
+    for stop, text in enumerate(decode_behind(tokenizer, [ids[:stop] for stop in range(1, len(ids) + 1)]), 1):
         open_ended = text.endswith("\ufffd") and stop < len(ids)
         texts.append("" if open_ended else text[shown:])
         shown = shown if open_ended else len(text)

@@ -19,7 +19,7 @@ from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.load import check_vocabulary, context_length, eos_ids, save_model, texts_fingerprint
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
-from rlhf_kl.models.text import encode_all
+from rlhf_kl.models.text import encode_all, encode_behind
 from rlhf_kl.ops.losses import bradley_terry_loss
 from rlhf_kl.rewards.model import RewardModel, save_reward_model
 from rlhf_kl.supervised.figures import histogram, label_figures, pair_figures
@@ -142,7 +142,7 @@ class ResponseTask(LanguageTask):
         if both[: len(prompt)] == prompt:
             response = both[len(prompt) :]
         else:
-            (response,) = encode_all(tokenizer, [answered[len(asked) :]], bos=False)
+            response = encode_behind(tokenizer, answered[len(asked) :])
         ends = [i for i, token in enumerate(response) if token in self.eos_ids]
         # A chat template ends a turn itself and may add a line break, which a policy need not learn.
         return prompt, response[: ends[0] + 1] if ends else [*response, self.eos_ids[0]]

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, train_tokenizer
-from rlhf_kl.models.text import decode_responses, encode, pad, position_ids
+from rlhf_kl.models.text import decode_behind, decode_responses, encode, encode_behind, pad, position_ids
 from tests.made import Make
 
 
@@ -99,3 +100,65 @@ def test_a_classifier_keeps_the_trunk_of_its_language_model(tiny_folder: Path, l
     assert model.score.out_features == 1
     for name, tensor in model.base_model.state_dict().items():
         assert torch.equal(tensor, trunk[name])
+
+
+def like_llama() -> Tokenizer:
+    """Its normalizer puts a space in front of a text, which its decoder strips."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return made
+
+
+def like_mistral() -> Tokenizer:
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    return made
+
+
+def like_bert() -> Tokenizer:
+    made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.decoder = decoders.WordPiece(cleanup=False)
+    return made
+
+
+def like_gpt2() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+@pytest.fixture(params=[like_llama, like_mistral, like_bert, like_gpt2])
+def kind(request: pytest.FixtureRequest) -> Any:
+    made = request.param()
+    teacher = trainers.WordPieceTrainer if request.param is like_bert else trainers.BpeTrainer
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if request.param is like_gpt2 else list("a.0\n")
+    special = ["<s>", "</s>", "<unk>", "<pad>"]
+    made.train_from_iterator(SENTENCES, teacher(special_tokens=special, vocab_size=400, initial_alphabet=alphabet))
+    names = dict(zip(("bos_token", "eos_token", "unk_token", "pad_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **names)
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_prompt_and_response_together_are_the_text_whatever_the_tokenizer(kind: Any, cut: int) -> None:
+    """What a scorer reads is what the policy wrote: no first space is lost, and its tokens come back."""
+    text = "the food was cold and the room was clean"
+    ids = encode(kind, text, bos=False)
+    prompt, row = ids[:cut], ids[cut:]
+    (response,) = decode_responses(kind, [[*row, 1]], [1])
+    both = kind.decode(prompt, clean_up_tokenization_spaces=False) + response
+    assert both == text
+    assert encode(kind, both, bos=False) == ids
+    if response.startswith(" "):  # a word's beginning: alone it is the same tokens
+        assert encode_behind(kind, response) == row
+
+
+def test_a_response_that_begins_inside_a_word_gets_no_space_in_front(kind: Any) -> None:
+    row = encode_behind(kind, "food was")
+    assert "".join(decode_behind(kind, [row])).strip() == "food was"
+    if not isinstance(kind.backend_tokenizer.model, models.WordPiece):  # which writes a space before each word
+        assert decode_behind(kind, [row]) == ["food was"]
+    assert decode_behind(kind, [[]]) == [""]
