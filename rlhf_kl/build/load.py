@@ -40,6 +40,7 @@ from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, TRLReward
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
 from rlhf_kl.seeding import derive_seed
+from rlhf_kl.ui import log
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,17 @@ class Loader:
             else:
                 model = load_reward_model(folder, self.mapped, section.label)
                 tokenizer = load_tokenizer(folder, self.access)
-            form = text_format(model, chat=section.chat_template, append_eos=section.append_eos)
+            form = {"chat": section.chat_template, "append_eos": section.append_eos, "pair": section.text_pair}
             model = freeze(model).to(self.device)
             with read_as_float32(model):
-                return RewardModel(model, tokenizer, form=form, label=section.label, dtype=self.dtype)
+                options: Any = {"form": text_format(model, **form), "label": section.label, "dtype": self.dtype}
+                reward = RewardModel(model, tokenizer, **options)
+        if reward.has_types and section.text_pair is None and not reward.form.pair:
+            where = key.removesuffix(".model")
+            log.info(
+                f"{key}: has token types: if it was trained on pairs of texts, set {where}.text_pair: true, else false"
+            )
+        return reward
 
     def _classifier_of_adapter(self, folder: str, label: str | None) -> tuple[Any, Any]:
         """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.scorer import REWARD
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.measured import conditions, keep_measured
 from rlhf_kl.seeding import library_state, seed_libraries
@@ -54,6 +56,7 @@ from rlhf_kl.types import RolloutBatch
 SHARE = 0.85  # usable share of the free memory
 PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
+SAMPLES = 3  # responses that are shown
 LOW_ACCURACY = 0.6
 FEW_END = 0.1  # of the responses: fewer, and the penalty for the others is most of the score
 FEW_VALUES = 5
@@ -237,7 +240,7 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     with ui.progress("one evaluation"):
         evaluated, _ = evaluate_policy(config, setup, training.plan, events)
     evaluation = time.perf_counter() - began - start - update
-    yield check_samples(result.rollout.prompts, result.rollout.responses)
+    yield check_samples(result.rollout, setup.scorers.model)
     yield check_endings(config, setup, row)
     check_first(row, float32=config.run.dtype == "float32")
     for alert in worded(events):
@@ -329,15 +332,18 @@ def check_beta(config: TrainConfig, training: Training) -> Iterator[Finding]:
         yield judged("beta", True, f"starts at {control.beta:.4g} and {course}")
 
 
-def check_samples(prompts: Sequence[str], responses: Sequence[str]) -> Finding:
-    """Two responses of the starting policy; doubtful where most of a batch are the same text."""
-    pairs = zip(prompts[:2], responses[:2], strict=True)
-    message = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}" for prompt, response in pairs)
-    text, count = Counter(response.strip() for response in responses).most_common(1)[0]
-    if 2 * count > len(responses):
-        message += f"; {count / len(responses):.0%} of {len(responses)} responses are the same text, {text[:60]!r}"
+def check_samples(rollout: RolloutBatch, reward: RewardModel | None) -> Finding:
+    """Responses of the starting policy with their scores; doubtful where most of a batch are the same text."""
+    scores = rollout.scores[REWARD].tolist()
+    rows = list(zip(rollout.prompts, rollout.responses, scores, strict=True))[:SAMPLES]
+    message = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}, score {score:.4g}" for prompt, response, score in rows)
+    if reward is not None:
+        message += f". The score is {reward.words()}"
+    text, count = Counter(response.strip() for response in rollout.responses).most_common(1)[0]
+    if 2 * count > len(scores):
+        message += f"; {count / len(scores):.0%} of {len(scores)} responses are the same text, {text[:60]!r}"
     advice = "prompts that end where the model's training texts go on (a space at the end may be too much, or missing)"
-    return judged("samples", 2 * count <= len(responses), message, advice)
+    return judged("samples", 2 * count <= len(scores), message, advice)
 
 
 def check_endings(config: TrainConfig, setup: Setup, row: dict[str, Any]) -> Finding:

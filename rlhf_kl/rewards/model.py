@@ -27,6 +27,9 @@ SCORING_ROWS = 64  # texts in one forward pass of a reward model
 SCORING_TOKENS = 1 << 16
 SAME_SCORE = 1e-3  # largest difference to the classifier's own forward pass, over the score
 
+INDEPENDENT = ("multi_label_classification", "regression")  # a problem_type that makes each output a score of its own
+Rows = list[list[int]]
+
 FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
 FORMAT_FILE = "rlhf_kl_format.json"  # beside an adapter, which has no config.json
 
@@ -37,14 +40,18 @@ class TextFormat:
 
     chat: bool = False  # as turns in its tokenizer's chat template, which then decides how a text ends
     append_eos: bool = True  # without a chat template; encoders bring their own special tokens
+    pair: bool = False  # as two texts, in the pair form of its tokenizer
 
 
-def text_format(model: Any, *, chat: bool | None = None, append_eos: bool | None = None) -> TextFormat:
+def text_format(
+    model: Any, *, chat: bool | None = None, append_eos: bool | None = None, pair: bool | None = None
+) -> TextFormat:
     """The format of a reward model: as configured, else as stored in its folder, else plain text and an EOS."""
     stored = TextFormat(**getattr(model.config, FORMAT_KEY, {}))
     return TextFormat(
         chat=stored.chat if chat is None else chat,
         append_eos=stored.append_eos if append_eos is None else append_eos,
+        pair=stored.pair if pair is None else pair,
     )
 
 
@@ -66,8 +73,10 @@ class ScoredText(NamedTuple):
 class RewardModel:
     """A sequence classifier as a reward function; texts are encoded with its own tokenizer.
 
-    A decoder is read through `Trunk`: its head reads the state of a text's last token. An encoder is a
-    plain classifier. Of several outputs, `label` names the one whose log-odds against the others are the score.
+    A decoder is read through `Trunk`: its head reads the state of a text's last token. An encoder is a plain
+    classifier. Of several outputs `label` names one. Where they are independent of one another (`problem_type` of its
+    config: multi-label, regression) the score is that output. Of labels that exclude each other it is the log-odds of
+    that one against the others.
     """
 
     def __init__(
@@ -85,7 +94,12 @@ class RewardModel:
             require_chat_template(tokenizer, "reward.model")
         names = [str(name) for name in model.config.id2label.values()]
         self.output = names.index(label) if label is not None else 0
+        self.independent = model.config.problem_type in INDEPENDENT
         self.encoder = not hasattr(model, "score")  # it reads the first token, not the last
+        names_types = "token_type_ids" in tokenizer.model_input_names
+        self.has_types = self.encoder and names_types and getattr(model.config, "type_vocab_size", 0) > 1
+        if self.form.pair and not self.encoder:
+            raise InputError(f"reward.text_pair: a {type(model).__name__} reads one text, not a pair: set it to false")
         # Tokenizers without a limit have a number of 30 digits.
         limits = [n for n in (context_length(model), tokenizer.model_max_length) if n is not None and n < 1 << 31]
         self.limit = min(limits, default=None)
@@ -94,6 +108,18 @@ class RewardModel:
         self.kept: list[ScoredText] = []  # of the last batch, where `keeps_states`
         if not self.encoder:
             self._check_head()
+
+    def words(self) -> str:
+        """What the score is, in words."""
+        names = [str(name) for name in self.model.config.id2label.values()]
+        if len(names) == 1:
+            return "the only output of the reward model"
+        own = names[self.output]
+        if self.independent:
+            return f"the reward model's output {own!r} ({self.model.config.problem_type})"
+        others = [name for name in names if name != own]
+        against = repr(others[0]) if len(others) == 1 else f"the {len(others)} other labels"
+        return f"the log-odds of the reward model's label {own!r} against {against}"
 
     @property
     def hidden_size(self) -> int:
@@ -122,17 +148,18 @@ class RewardModel:
         """Scores (B,) float32 on the CPU, in the model's unit; inf where it is not finite, since NaN means no score."""
         if not responses:  # a process whose part is empty
             return torch.zeros(0)
-        rows = self.encode(prompts, responses)
-        read = self._encoded if self.encoder else partial(self._behind_prompts, self._starts(prompts, rows))
+        rows, types = self._encode(prompts, responses)
+        read = partial(self._encoded, types) if self.encoder else partial(self._behind, self._starts(prompts, rows))
         scores = read(rows, sized(SCORING_ROWS)).cpu()
         return torch.where(scores.isfinite(), scores, math.inf)
 
-    def _encoded(self, rows: Sequence[Sequence[int]], most_rows: int) -> Tensor:
-        """Scores (B,) of an encoder."""
+    def _encoded(self, types: Rows | None, rows: Rows, most_rows: int) -> Tensor:
+        """Scores (B,) of an encoder; `types`: of the tokens."""
         scores, overhead = torch.zeros(len(rows)), pass_overhead(self.trunk.device)
         lengths = [len(row) for row in rows]
         for group in group_lengths(lengths, most_rows=most_rows, most_tokens=SCORING_TOKENS, overhead=overhead):
-            scores[group] = self.forward([rows[i] for i in group]).cpu()
+            kinds = None if types is None else [types[i] for i in group]
+            scores[group] = self.forward([rows[i] for i in group], kinds).cpu()
         return scores
 
     def _starts(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> list[int]:
@@ -141,7 +168,7 @@ class RewardModel:
         alone = dict(zip(different, self.encode(different, [""] * len(different)), strict=True))
         return [max(1, min(same_tokens(alone[p], row), len(row) - 1)) for p, row in zip(prompts, rows, strict=True)]
 
-    def _behind_prompts(self, starts: Sequence[int], rows: Sequence[list[int]], most_rows: int) -> Tensor:
+    def _behind(self, starts: Sequence[int], rows: Sequence[list[int]], most_rows: int) -> Tensor:
         """Scores (B,) of a decoder, which reads equal prompts once; the states behind them are kept, if wanted."""
         # A state belongs to the token after it; the last one's is a token that is not read.
         layout = text_layout([[*row, 0] for row in rows], starts, self.trunk.device)
@@ -164,13 +191,14 @@ class RewardModel:
             self.kept = [ScoredText(*text) for text in zip(rows, (n - 1 for n in starts), parts, strict=True)]
         return self._scores(self._head(ends))
 
-    def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Scores (B,) float32 of encoded texts, with gradients if they are enabled."""
+    def forward(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Scores (B,) float32 of encoded texts, with gradients if they are enabled. `types`: of an encoder's tokens."""
         if not self.encoder:
             return self._scores(self._head(self.trunk.hidden(pack_last(rows, self.trunk.device))))
         ids, mask = (x.to(self.trunk.device) for x in pad(rows, int(self.tokenizer.pad_token_id), left=False))
+        more = {} if types is None else {"token_type_ids": pad(types, 0, left=False)[0].to(self.trunk.device)}
         with self.trunk.precision():
-            return self._scores(self.model(input_ids=ids, attention_mask=mask).logits.float())
+            return self._scores(self.model(input_ids=ids, attention_mask=mask, **more).logits.float())
 
     def _head(self, states: Tensor) -> Tensor:
         """Outputs (B, outputs) float32 of states (B, H), outside of autocast."""
@@ -180,13 +208,17 @@ class RewardModel:
 
     def _scores(self, logits: Tensor) -> Tensor:
         """Scores (B,) of logits (B, outputs)."""
-        if logits.shape[1] == 1:
-            return logits[:, 0]
+        if logits.shape[1] == 1 or self.independent:
+            return logits[:, self.output]
         others = [i for i in range(logits.shape[1]) if i != self.output]
         return logits[:, self.output] - logits[:, others].logsumexp(1)
 
-    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[list[int]]:
-        """bos, prompt, response, eos, or the chat template's tokens; a text that is too long loses its beginning."""
+    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Rows:
+        """bos, prompt, response, eos; or a pair, or the chat template's tokens. A long text loses its beginning."""
+        return self._encode(prompts, responses)[0]
+
+    def _encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> tuple[Rows, Rows | None]:
+        """The ids of each text, and their types where the model has such."""
         pairs = list(zip(prompts, responses, strict=True))
         if self.form.chat:
             texts = [chat_exchange(self.tokenizer, prompt, response, None, {}) for prompt, response in pairs]
@@ -194,14 +226,14 @@ class RewardModel:
             texts = [plain_text(prompt) + response for prompt, response in pairs]
         if self.encoder and not self.form.chat:
             self.tokenizer.truncation_side = "left"
-            full: list[list[int]] = self.tokenizer(
-                texts, truncation=self.limit is not None, max_length=self.limit, padding=False
-            )["input_ids"]
-            return full
+            read = [[plain_text(prompt) for prompt in prompts], list(responses)] if self.form.pair else [texts]
+            limits = {"truncation": self.limit is not None, "max_length": self.limit, "padding": False}
+            full = self.tokenizer(*read, **limits, return_token_type_ids=self.has_types)
+            return full["input_ids"], full["token_type_ids"] if self.has_types else None
         eos = self.tokenizer.eos_token_id
         end = [eos] if self.form.append_eos and not self.form.chat and eos is not None else []
         rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts, bos=False if self.form.chat else None)]
-        return rows if self.limit is None else [row[-self.limit :] for row in rows]
+        return rows if self.limit is None else [row[-self.limit :] for row in rows], None
 
 
 def save_reward_model(reward: RewardModel, folder: Path) -> None:

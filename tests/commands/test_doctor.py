@@ -177,14 +177,20 @@ def test_the_doctor_of_several_processes(doctor: Doctor) -> None:
 @pytest.mark.parametrize(
     ("responses", "level", "words"),
     [
-        (["once", "twice", "thrice", "never"], "fine", "'the end of a' -> 'once'; 'b' -> 'twice'"),
+        (
+            ["once", "twice", "thrice", "never"],
+            "fine",
+            "'the end of a' -> 'once', score 0; 'b' -> 'twice', score 0.25; 'c' -> 'thrice', score 0.5",
+        ),
         (["", " ", "", "once"], "doubtful", "75% of 4 responses are the same text, ''"),
         (["<end>", "once", "<end>", "<end>"], "doubtful", "75% of 4 responses are the same text, '<end>'"),
         (["yes", "no", "yes", "no"], "fine", "'yes'"),
     ],
 )
-def test_two_samples_of_the_start_and_a_doubt(responses: list[str], level: str, words: str) -> None:
-    found = check_samples(["the end of a", "b", "c", "d"], responses)
+def test_samples_of_the_start_with_their_scores_and_a_doubt(responses: list[str], level: str, words: str) -> None:
+    scores = {"reward": torch.arange(4) / 4}
+    prompts = ["the end of a", "b", "c", "d"]
+    found = check_samples(rollout(torch.ones(4, 2) > 0, prompts=prompts, responses=responses, scores=scores), None)
     assert found.level == level
     assert words in found.text
     assert bool(found.change) == (level == "doubtful")

@@ -160,6 +160,71 @@ def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, lett
     assert scores(scorer, ["a"], ["b"]) == pytest.approx([float(torch.log(odds[2] / (1 - odds[2])))], abs=1e-5)
 
 
+@pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
+@pytest.mark.parametrize("encoder", [False, True])
+def test_an_output_of_independent_ones_is_the_score_itself(letters: Any, encoder: bool, problem: str) -> None:
+    """Log-odds against outputs that do not exclude it are another number, and here even another order."""
+    from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    own: dict[str, Any] = {"id2label": {0: "kind", 1: "short", 2: "true"}, "pad_token_id": 0, "initializer_range": 1.0}
+    if encoder:
+        config = BertConfig(vocab_size=7, max_position_embeddings=32, problem_type=problem, **own, **SIZES)
+        classifier: Any = BertForSequenceClassification(config).eval()
+    else:
+        own |= {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
+        classifier = GPT2ForSequenceClassification(GPT2Config(vocab_size=7, problem_type=problem, **own)).eval()
+    scorer = RewardModel(classifier, letters, label="short")
+    rows = scorer.encode(PROMPTS, RESPONSES)
+    with torch.no_grad():
+        outputs = torch.cat([classifier(input_ids=torch.tensor([row])).logits for row in rows])
+    expected = outputs[:, 1]
+    assert scores(scorer, PROMPTS, RESPONSES) == pytest.approx(expected.tolist(), abs=1e-4)
+    assert scorer.words() == f"the reward model's output 'short' ({problem})"
+    classifier.config.problem_type = None
+    exclusive = RewardModel(classifier, letters, label="short")
+    odds = outputs.log_softmax(1)[:, 1] - torch.log1p(-outputs.softmax(1)[:, 1])
+    assert scores(exclusive, PROMPTS, RESPONSES) == pytest.approx(odds.tolist(), abs=1e-3)
+    assert expected.argsort().tolist() != odds.argsort().tolist()
+    assert exclusive.words() == "the log-odds of the reward model's label 'short' against the 2 other labels"
+
+
+@pytest.mark.parametrize("types", [1, 2])
+def test_a_pair_is_read_in_the_tokenizers_pair_form_with_its_token_types(letters: Any, types: int) -> None:
+    """A classifier of pairs tells the second text by its separator, and by token types where it has such."""
+    from tokenizers import processors
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 7, "num_labels": 1, "max_position_embeddings": 12, "type_vocab_size": types}
+    encoder = BertForSequenceClassification(BertConfig(**sizes, pad_token_id=0, initializer_range=1.0, **SIZES)).eval()
+    tokenizer = copy.deepcopy(letters)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", pair="<bos> $A <eos> $B:1 <eos>:1", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    scorer = RewardModel(encoder, tokenizer, form=TextFormat(pair=True))
+    rows = {("a", "bc"): ([1, 3, 2, 4, 5, 2], 3), ("", "d"): ([1, 2, 6, 2], 2), ("cc", ""): ([1, 5, 5, 2, 2], 4)}
+    prompts, responses = zip(*rows, strict=True)
+    assert scorer.encode(prompts, responses) == [row for row, _ in rows.values()]
+    with torch.no_grad():
+        expected = []
+        for row, first in rows.values():
+            kinds = torch.tensor([[0] * first + [min(1, types - 1)] * (len(row) - first)])
+            expected.append(float(encoder(input_ids=torch.tensor([row]), token_type_ids=kinds).logits))
+    assert scores(scorer, list(prompts), list(responses)) == pytest.approx(expected, abs=1e-5)
+    glued = RewardModel(encoder, tokenizer)
+    assert scores(glued, ["a"], ["bc"]) != pytest.approx(expected[:1], abs=1e-2)
+    (long,) = scorer.encode(["abcdabcdabcdabcd"], ["dd"])  # it loses the prompt's beginning
+    assert long == [1, 4, 5, 6, 3, 4, 5, 6, 2, 6, 6, 2]
+    assert scorer.has_types == (types == 2)
+
+
+def test_a_decoder_reads_no_pairs(model: RewardModel) -> None:
+    with pytest.raises(InputError, match="text_pair: a GPT2ForSequenceClassification reads one text, not a pair"):
+        RewardModel(model.model, model.tokenizer, form=TextFormat(pair=True))
+
+
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
 

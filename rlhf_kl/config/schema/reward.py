@@ -37,7 +37,12 @@ class ScorerSection(Section):
     Default: the reward model of the built-in policy.
     """
     label: Name | None = None
-    """Output of a classifier with several outputs; the score is its log-odds against the others."""
+    """Output of a classifier with several. Its log-odds against the others are the score.
+
+    Of a multi-label or regression model (problem_type in its config) the output itself is.
+    """
+    text_pair: bool | None = None
+    """The classifier reads prompt and response as a pair of texts, in its tokenizer's pair form; null = as one text."""
     chat_template: bool | None = None
     """Format prompt and response with the reward model's chat template; null = as stored in its folder, else false."""
     append_eos: bool | None = None
@@ -65,7 +70,11 @@ class ScorerSection(Section):
             found.append(f"{path}.interface is only read where {path}.kind is a function: {self.interface!r}")
         if self.kind == "model" and not self.model:
             found.append(f"{path}.model is missing: {MODEL}; or name a function as {path}.kind")
-        for key in ("model", "label", "chat_template", "append_eos") if self.kind != "model" else ():
+        if self.text_pair and self.chat_template:
+            found.append(
+                f"{path}.text_pair and {path}.chat_template exclude each other: a chat template writes one text"
+            )
+        for key in ("model", "label", "text_pair", "chat_template", "append_eos") if self.kind != "model" else ():
             if (value := getattr(self, key)) is not None:
                 found.append(f"{path}.{key} is only read where {path}.kind is model: {value!r}")
         return found
