@@ -110,7 +110,8 @@ class RolloutBatch:
     logprob_variance: Tensor  # (B, T) the same of log pi
     values: Tensor  # (B, T) of the state before each token
     drawn: Tensor  # (B, T) log-probs with which the sampler drew the tokens
-    scores: dict[str, Tensor]  # (B,) raw, NaN = not scored: "reward", what each "terms.NAME" adds to it, and "gold"
+    # (B,) raw, of a function in float64; NaN = not scored: "reward", what each "terms.NAME" adds to it, and "gold"
+    scores: dict[str, Tensor]
     shaped_scores: Tensor  # (B,) normalised, clipped, minus penalties; 0 if not scored
     ended: Tensor  # (B,) bool, True = the response has an EOS
     prompts: list[str]  # B texts
@@ -167,7 +168,7 @@ class RolloutBatch:
     @property
     def scored(self) -> Tensor:
         """Whether each response has a score: (B,) bool."""
-        return ~self.scores["reward"].to(self.mask.device).isnan()
+        return ~self.scores["reward"].isnan().to(self.mask.device)
 
     @property
     def weights(self) -> Tensor:

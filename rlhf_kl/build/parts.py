@@ -33,6 +33,7 @@ from rlhf_kl.models.load import (
     tokenizer_fingerprint,
 )
 from rlhf_kl.models.lora import AdapterReference, adapter_base, has_adapter
+from rlhf_kl.models.text import encode_all
 from rlhf_kl.models.value import (
     ActorCritic,
     FeatureCritic,
@@ -110,6 +111,8 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     train, kept = build_prompts(config.model_copy(update={"data": form}), rows, model, tokenizer)
     for prompts in (train, kept):
         scorers.columns_of(prompts)
+    with blame("eval.texts"):
+        check_vocabulary(model, tokenizer, encode_all(tokenizer, texts))
     scorers.begin(1, config.updates)
     batch, samples = config.rollout.batch_size, config.rollout.samples_per_prompt
     stream = PromptStream(train, batch, config.run.seed, samples)

@@ -261,7 +261,8 @@ def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]]
         raise InputError(f"the tokenizer's {', '.join(beyond)} is outside the model's {size} tokens")
     largest = max((max(row, default=0) for row in rows), default=0)
     if largest >= size:
-        raise InputError(f"token {largest} is outside the model's {size}: is this the model's tokenizer?")
+        named = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r})"
+        raise InputError(f"{named} is outside the model's {size}: is this the model's tokenizer?")
 
 
 def eos_ids(model: Model, tokenizer: Any) -> list[int]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
-from rlhf_kl.models.load import context_length
+from rlhf_kl.models.load import check_vocabulary, context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 
@@ -67,10 +67,13 @@ def text_sums(
     """Sums over some documents: with a bos in front if the tokenizer has one; eos is not scored.
 
     Without a bos a document's first token has no context: neither its nats nor its bytes count.
-    `rows` in one pass; `advance(n)` is called after every n windows.
+    `rows` in one pass; `advance(n)` is called after every n windows. Errors: InputError for a token that is not the
+    model's.
     """
     limit = context_length(lm.model) or DEFAULT_WINDOW
     encoded = encode_all(tokenizer, texts, bos=True)
+    with blame("held-out texts"):
+        check_vocabulary(lm.model, tokenizer, encoded)
     pieces = [(place, *window) for place, ids in enumerate(encoded) for window in windows(ids, limit)]
     nats = [0.0] * len(texts)
 

@@ -132,7 +132,7 @@ class Rollouts:
             values=values,
             drawn=sampled.logprobs,
             scores=scores,
-            shaped_scores=shaped.to(device),
+            shaped_scores=shaped.float().to(device),
             ended=sampled.ended,
             prompts=prompts.texts,
             responses=responses.texts,

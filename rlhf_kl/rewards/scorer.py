@@ -158,10 +158,10 @@ class Scorers:
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
-    """The sum (B,) float32 of what terms add; NaN where none of them scores."""
+    """The sum (B,) float64 of what terms add; NaN where none of them scores."""
     scored = torch.stack([~term.isnan() for term in terms]).any(0)
     total = sum((torch.where(term.isnan(), 0.0, term) for term in terms), torch.zeros(()).double())
-    total = torch.where(total.isnan(), math.inf, total).float()  # inf - inf
+    total = torch.where(total.isnan(), math.inf, total)  # inf - inf
     return torch.where(scored, total, math.nan)
 
 

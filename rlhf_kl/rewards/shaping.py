@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_kl.errors import InputError
 
+ROUNDING = 4.0  # steps of the number type: scores that differ by less are equal
 REPEAT = 3  # tokens in a row that count as repeated
 
 
@@ -50,16 +51,16 @@ class ScoreShaping:
     def fit(self, scores: Tensor, *, normalize: bool) -> ScoreShaping:
         """The same shaping with the mean and standard deviation of raw scores (N,) of reference samples.
 
-        Errors: InputError if all scores are equal, so that they have no scale.
+        Errors: InputError if all scores are equal, or differ by rounding alone, so that they have no scale.
         """
         if not normalize:
             return self
         std = float(scores.std(correction=0))
-        if not std > 1e-8 * max(1.0, float(scores.abs().max())):
-            raise InputError(
-                f"reward: all {len(scores)} reference samples have the score {float(scores[0]):g}, so "
-                "reward.normalize finds no scale. If the policy can find other scores, set reward.normalize=false"
-            )
+        rounding = ROUNDING * torch.finfo(scores.dtype).eps * float(scores.abs().max())
+        if not std > rounding:
+            same = f"all {len(scores)} reference samples have {'about ' * (std > 0)}the score {float(scores[0]):g}"
+            advice = "If the policy can find other scores, set reward.normalize=false"
+            raise InputError(f"reward: {same}, so reward.normalize finds no scale. {advice}")
         return replace(self, mean=float(scores.mean()), std=std)
 
     def __call__(self, scores: Tensor, traits: ResponseTraits) -> Tensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -182,6 +183,13 @@ def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
     told = math.sqrt(fmean(standard_error(*zip(*each, strict=True), of=math.exp) ** 2 for each in nats))
     found = [math.exp(sum(x for x, _ in each) / sum(n for _, n in each)) for each in nats]
     assert told == pytest.approx(stdev(found), rel=0.2)
+
+
+def test_a_held_out_text_with_a_token_that_the_model_lacks_is_told(new_model: Make, letters: Any) -> None:
+    wider = copy.deepcopy(letters)
+    wider.add_tokens(["<new>"])
+    with pytest.raises(InputError, match=r"held-out texts: token 7 \('<new>'\) is outside the model's 7"):
+        text_sums(LM(new_model()), wider, ["ab", "a<new>"])
 
 
 def test_the_parts_of_a_perplexity_are_those_of_its_documents(new_model: Make, letters: Any) -> None:

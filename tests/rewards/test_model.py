@@ -100,6 +100,16 @@ def test_any_token_may_be_the_pad_token_of_the_classifier(
     assert classifier.config.pad_token_id == pad
 
 
+def test_a_token_that_the_model_lacks_is_told(model: RewardModel) -> None:
+    """A tokenizer may have gained tokens that the embedding has no rows for."""
+    wider = copy.deepcopy(model.tokenizer)
+    wider.add_tokens(["<new>"])
+    scorer = RewardModel(model.model, wider)
+    assert scores(scorer, ["ab"], ["c"]) == scores(model, ["ab"], ["c"])
+    with pytest.raises(InputError, match=r"token 7 \('<new>'\) is outside the model's 7: is this"):
+        scores(scorer, ["ab"], ["<new>"])
+
+
 def test_a_head_that_reads_more_than_the_last_state_is_refused(model: RewardModel, tiny_reward_folder: Path) -> None:
     classifier = load_reward_model(str(tiny_reward_folder))
     own = classifier.score.forward

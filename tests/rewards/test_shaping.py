@@ -28,6 +28,20 @@ def test_reference_samples_get_mean_zero_and_spread_one() -> None:
     assert fit([1e-5, 2e-5]).std == pytest.approx(5e-6, rel=1e-3)  # small differences are no constant
 
 
+@pytest.mark.parametrize(("offset", "size"), [(0.0, 1e-30), (0.0, 1e30), (1e8, 1.0)])
+def test_scores_of_any_size_have_their_scale(offset: float, size: float) -> None:
+    """Those of functions, which are float64: in float32 a step at 1e8 is 8."""
+    raw = torch.tensor([offset + size * x for x in (1.0, 2.0, 3.0, 6.0)], dtype=torch.float64)
+    shaped = ScoreShaping().fit(raw, normalize=True)(raw, traits([True] * 4))
+    assert shaped.tolist() == pytest.approx([-2 / 3.5**0.5, -1 / 3.5**0.5, 0.0, 3 / 3.5**0.5], abs=1e-6)
+
+
+def test_scores_that_differ_by_rounding_alone_have_no_scale() -> None:
+    """As those of a reward model that gives every text the same, but for its padding."""
+    with pytest.raises(InputError, match="have about the score"):
+        fit([0.7, 0.7 + 6e-8, 0.7 - 6e-8])
+
+
 def test_clip_and_penalty_come_after_the_scale() -> None:
     shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
     assert shaping(torch.tensor([5.0, 100.0, -100.0]), traits([True, True, False])).tolist() == [0.0, 2.0, -2.5]
