@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -192,7 +193,12 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     log.info("start checked: " + ", ".join(results))
     if not setup.reference_is_initial_policy:
         kl = float(stats.exact_kl[sampled.mask].mean())
-        log.info(f"the policy begins with other weights than its reference, at about {kl:.3g} nats per token")
+        words = f"the policy begins with other weights than its reference, at about {kl:.3g} nats per token"
+        far = config.kl.unit == "token" and adjusts(config.kl.controller.kind) and kl > config.kl.target_value
+        advice = (
+            ": to come down to the target it gives up what it has learned; reference.model=null keeps it near its start"
+        )
+        log.log(logging.WARNING if far else logging.INFO, words + advice * far)
 
 
 def starting_coef(config: TrainConfig, scores: ReferenceScores) -> SolvedCoef:

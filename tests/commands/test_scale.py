@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_kl.commands.scale import _median_texts
 from rlhf_kl.ppo.evaluate import Samples
+from tests.runs import updates
 
 Cli = Callable[..., Any]
 
@@ -75,6 +76,26 @@ def test_what_cannot_be_scaled(run: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
     done = rlhf_kl("scale", tmp_path / "run")
     assert done.code == 2
     assert "has not ended" in done.err
+
+
+def test_a_reference_of_other_weights_is_no_start_and_a_copy_of_the_same_is(
+    run: Path, rlhf_kl: Cli, train: Callable[..., Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A policy that was trained before is not moved towards the model that it came from; see tests/ppo/test_way.py."""
+    train(tmp_path / "first", "ppo.learning_rate=5e-3", "kl.ceiling=null")
+    trained = f"policy.model='{tmp_path}/first/final'"
+    train(tmp_path / "on", trained, f"reference.model='{tiny_folder}'", "kl.target=1e-4", "kl.ceiling={value: 2e-4}")
+    found = updates(tmp_path / "on")
+    assert found[0]["kl/token"] > 1e-3
+    assert {row["kl/scale"] for row in found} == {1.0}
+    done = rlhf_kl("scale", tmp_path / "on", "--plugins")
+    assert done.code == 2
+    assert f"the policy did not begin as its reference ({tiny_folder})" in done.err
+    shutil.copytree(tiny_folder, tmp_path / "copy")
+    options = ("ppo.learning_rate=5e-3", "kl.target=1e-3", "kl.ceiling={value: 1.1e-3}")
+    train(tmp_path / "same", f"reference.model='{tmp_path}/copy'", *options)
+    assert min(row["kl/scale"] for row in updates(tmp_path / "same")) < 1.0
+    assert rlhf_kl("scale", tmp_path / "same", "--plugins", "--samples", "16", "--targets", "5e-4").code == 0
 
 
 def test_the_texts_are_next_to_the_median() -> None:
