@@ -99,10 +99,11 @@ class Scaled:
             raise InputError(f"the policy is no scaled reference: the reference has no {other} of its size")
         with torch.no_grad():
             self.way = [(p, there[name], p - there[name]) for name, p in own.items()]
-        self.prompts, _ = held.prompts(samples)
+        self.prompts, self.different = held.prompts(samples)
         self.cached: Any = {}
         self.reference: dict[str, Any] = {}
         self.rows: dict[float, dict[str, Any]] = {}  # by scale
+        self.samples: dict[float, Samples] = {}  # by scale, the reference's at 0
         self.scales: dict[float, float] = {}  # by target
         self.too_far: list[float] = []
         self.measure(1.0)
@@ -125,7 +126,9 @@ class Scaled:
         figures = self.held.perplexity(name)
         found, own, other = self.held.sampled(self.prompts, range(len(self.prompts)), name, self.cached)
         figures = joined(figures, found)
-        if not self.reference:
+        self.samples[share] = own
+        if not self.reference:  # which is scored once
+            self.samples[0.0] = other
             self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))
         figures["standard_errors"]["kl"] = figures["standard_errors"][f"kl_{self.unit}"]
         texts = _median_texts(self.prompts.texts, own)
@@ -161,10 +164,17 @@ class Scaled:
         scales = dict(self.scales)
         if 1.0 not in scales.values():
             scales[_rounded(self.rows[1.0]["kl"])] = 1.0
+        rows, before = [], 0.0
+        for target in sorted(scales):
+            row, share = self.rows[scales[target]], scales[target]
+            rise = {"score_rise": rise_error(self.samples[before], self.samples[share])}
+            rows.append({"target": target, **row, "standard_errors": row["standard_errors"] | rise})
+            before = share
         return {
             "unit": self.unit,
             "samples": len(self.prompts),
-            "rows": [{"target": target, **self.rows[scales[target]]} for target in sorted(scales)],
+            "prompts": self.different,
+            "rows": rows,
             "reference": self.reference,
             "too_far": self.too_far,
         }
@@ -189,6 +199,14 @@ class Scaled:
 
         write_folder(place, write)
         return place, row["kl"]
+
+
+def rise_error(before: Samples, after: Samples) -> float | None:
+    """Standard error of the mean score after less that before: the prompts and the noise are the same."""
+    from rlhf_kl.ppo.evaluate import Samples, errors_of
+
+    rises = [b - a for a, b in zip(before.scores, after.scores, strict=False)]
+    return errors_of(Samples(texts=after.texts, scores=rises, prompts=after.prompts))["scores"]
 
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:

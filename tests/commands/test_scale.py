@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rlhf_kl.commands.scale import _median_texts
+from rlhf_kl.commands.scale import _median_texts, rise_error
 from rlhf_kl.ppo.evaluate import Samples
+from rlhf_kl.report.sweep import scaled_answer
 
 Cli = Callable[..., Any]
 
@@ -20,7 +22,10 @@ Cli = Callable[..., Any]
 def run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Any]) -> Path:
     """A finished run of an adapter, far enough from its reference to be scaled."""
     folder = tmp_path_factory.mktemp("scale") / "tiny"
-    train(folder, "policy.lora={r: 4}", "ppo.learning_rate=5e-3", "kl.ceiling=null")
+    held = folder.with_name("held.jsonl")
+    held.write_text("".join(f'{{"prompt": "{prompt}"}}\n' for prompt in ("aa", "bb", "cab", "ddc", "bdcb")))
+    changes = ("policy.lora={r: 4}", "ppo.learning_rate=5e-3", "kl.ceiling=null", f"eval.prompts={held}")
+    train(folder, *changes)
     return folder
 
 
@@ -45,6 +50,9 @@ def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> 
     assert document["reference"]["perplexity"] == pytest.approx(full["reference"]["perplexity"], rel=1e-5)
     assert 0.3 < low["scale"] < half["scale"] < 1 < high["scale"] < 1.5
     assert document["too_far"] == [targets[3]]
+    assert (document["samples"], document["prompts"]) == (64, full["prompts"]) == (64, 5)
+    assert trained["standard_errors"]["kl"] == pytest.approx(full["standard_errors"]["kl_token"], rel=1e-3)
+    assert all(row["standard_errors"]["score_rise"] >= 0 for row in rows)
     # What was saved is on the line between the reference and the merged policy, and is an ordinary model.
     saved, start = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -75,6 +83,25 @@ def test_what_cannot_be_scaled(run: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
     done = rlhf_kl("scale", tmp_path / "run")
     assert done.code == 2
     assert "has not ended" in done.err
+
+
+def test_what_prompts_have_in_common_is_no_error_of_a_rise() -> None:
+    """By hand: the rises of three prompts are 1, 2 and 3 on average, so the error is 1 / sqrt(3)."""
+    prompts, texts = [0, 0, 1, 1, 2, 2], [""] * 6
+    before = Samples(texts=texts, scores=[0.0, 5.0, 50.0, 40.0, 900.0, 800.0], prompts=prompts)
+    after = Samples(texts=texts, scores=[1.0, 6.0, 51.0, 43.0, 903.0, 803.0], prompts=prompts)
+    assert rise_error(before, after) == pytest.approx(1 / math.sqrt(3))
+    assert rise_error(before, Samples(texts=texts, prompts=prompts)) is None  # without scores
+
+
+def test_one_prompt_suggests_no_target() -> None:
+    row = {"target": 0.1, "scale": 1.0, **dict.fromkeys(("kl", "kl_sequence", "scores", "perplexity"), 1.0)}
+    row |= {"gold": None, "forward_kl_token": 0.1, "distinct_2": 0.5, "standard_errors": defaultdict(lambda: None)}
+    reference = {"scores": 0.0, "perplexity": 1.0, "distinct_2": 0.5}
+    document = {"unit": "token", "samples": 64, "rows": [row], "reference": reference, "too_far": []}
+    answers = [scaled_answer(document | {"prompts": prompts}, "runs/x")[0] for prompts in (1, 2)]
+    assert answers[0].startswith("One prompt suggests no target. What it found: 0.1 nats per token: ")
+    assert answers[1].startswith("Suggested target: 0.1 nats per token: ")
 
 
 def test_the_texts_are_next_to_the_median() -> None:
