@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ def test_each_number_of_a_marked_table_was_measured(page: Path, name: str, rows:
     figures = {f"{each}-{key}": entry for each, result in found.items() for key, entry in result["figures"].items()}
     assert rows
     assert wrong_numbers(rows, figures) == []
+
+
+def test_the_differences_that_the_guide_names_are_those_that_many_tests_leave() -> None:
+    """Three of the 18 would be significant, each by itself."""
+    script = runpy.run_path(str(RESULTS.parent / "differences.py"))
+    every = script["differences"](json.loads((RESULTS / "advantages.json").read_text(encoding="utf-8"))["figures"])
+    page = " ".join((ROOT / "rlhf_kl" / "guide" / "measurements.md").read_text(encoding="utf-8").split())
+    assert len(every) == 18
+    assert script["sentence"](every) in page
+    assert "significant" not in page.replace(script["sentence"](every), "")
+
+
+def test_holms_correction_by_hand() -> None:
+    holm = runpy.run_path(str(RESULTS.parent / "differences.py"))["holm"]
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -147,14 +147,16 @@ class Comparison:
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
-        """For each pair of groups: one, against the group that spans more KL."""
+        """For each pair of groups: one, against the group that spans more KL. Intervals of a measure hold together."""
         entries = []
         for pair in combinations(self.groups.items(), 2):
             if not _scale_diff(pair[0][1][0], pair[1][1][0]):
                 for measure in GAINS:
                     ends = [(name, {v.name: v.ends(measure) for v in variants}) for name, variants in pair]
                     entries.append(compare_groups(ends, measure))
-        return [entry for entry in entries if entry is not None]
+        known = [entry for entry in entries if entry is not None]
+        counts = Counter(entry.measure for entry in known if entry.interval is not None)
+        return [replace(entry, together=max(1, counts[entry.measure])) for entry in known]
 
     def to_json(self, verdict: Sequence[str], recommended: float | None = None) -> dict[str, Any]:
         """compare.json."""

@@ -157,7 +157,9 @@ def _score_lines(comparison: Comparison) -> list[str]:
             readings = [reading for reading in readings if "no difference" not in reading]
             readings += ["no other difference" if readings else "no difference between any two"]
         if entries:
-            lines.append(f"{label} at equal KL: {'; '.join(dict.fromkeys(readings))}.")
+            several = entries[0].together
+            note = f" (intervals for all {several} pairs together)" if several > 1 else ""
+            lines.append(f"{label} at equal KL: {'; '.join(dict.fromkeys(readings))}{note}.")
     return lines
 
 
