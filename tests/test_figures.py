@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -69,6 +70,27 @@ def test_the_differences_that_the_guide_names_are_those_that_many_tests_leave() 
     assert len(every) == 18
     assert script["sentence"](every) in page
     assert "significant" not in page.replace(script["sentence"](every), "")
+
+
+def test_readme_and_guide_say_alike_what_was_measured() -> None:
+    found = {file.stem: json.loads(file.read_text(encoding="utf-8"))["figures"] for file in RESULTS.glob("*.json")}
+    runs = {name: [run["tail_error"] for run in row.values()] for name, row in found["stress"].items()}
+    reached = {name: errors for name, errors in runs.items() if name != "stress-rate-1e-5-linear"}
+    every = [error for errors in reached.values() for error in errors]
+    top, *others = sorted(reached, key=lambda name: -max(reached[name]))
+    assert top == "stress-target-1"
+    away = f"{fmean(every):.0%} away on average; at worst {max(every):.0%}, where the score was at its top, and "
+    away += f"{max(max(reached[name]) for name in others):.0%} elsewhere"
+    processes = max(int(kind.split()[0]) for name in found if name.startswith("several") for kind in found[name])
+    words = [
+        f"Of {sum(map(len, runs.values()))} runs",
+        f"{len(every)} could reach their target",
+        away.replace("%", " %"),
+        f"more than {['no', 'one', 'two', 'three', 'four'][processes]} processes",
+    ]
+    for page in (ROOT / "README.md", ROOT / "rlhf_kl" / "guide" / "measurements.md"):
+        text = " ".join(page.read_text(encoding="utf-8").split()).replace(" of hard settings", "")
+        assert [each for each in words if each not in text] == [], page.name
 
 
 def test_holms_correction_by_hand() -> None:
