@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rlhf_kl.commands.scale import _median_texts, rise_error
+from rlhf_kl.commands.scale import _median_texts, rise_error, usual_samples
 from rlhf_kl.ppo.evaluate import Samples
 from rlhf_kl.report.sweep import scaled_answer
 
@@ -83,6 +84,28 @@ def test_what_cannot_be_scaled(run: Path, rlhf_kl: Cli, tmp_path: Path) -> None:
     done = rlhf_kl("scale", tmp_path / "run")
     assert done.code == 2
     assert "has not ended" in done.err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "samples", "why"),
+    [
+        ([0.24, 0.1, 0.3], 256, "each took 0.015 s in the run"),  # by hand: 0.24 / 16
+        ([2.0, 1.6, 90.0], 120, "each took 0.12 s in the run"),  # 15 / 0.125; one update was slow
+        ([30.0], 64, "each took 1.9 s in the run"),
+        ([], 256, "the run has no times"),
+    ],
+)
+def test_a_slow_model_gets_fewer_responses(seconds: list[float], samples: int, why: str) -> None:
+    rows = [{"step": 1, "time/rollout_s": each} for each in seconds] + [{"step": 2, "eval/perplexity": 3.0}]
+    assert usual_samples(rows, 16) == (samples, why)
+
+
+def test_the_default_is_told(run: Path, rlhf_kl: Cli) -> None:
+    done = rlhf_kl("scale", run, "--plugins", "--targets", "0.01", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["samples"] == 256
+    (line,) = (line for line in done.err.splitlines() if "responses at each target" in line)
+    assert re.search(r"256 responses at each target: each took [\d.e-]+ s in the run \(--samples N draws another", line)
 
 
 def test_what_prompts_have_in_common_is_no_error_of_a_rise() -> None:
