@@ -144,7 +144,7 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
     if empty > MANY_EMPTY:
         log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
     for failure in samples.failures[:1]:
-        log.warning(f"{failure}: the reference has no gold score")
+        log.warning(f"{failure}: the reference has no true score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 

@@ -13,7 +13,7 @@ from rlhf_kl.text import hanging, stdout_width, with_error
 
 LABELS = {
     "scores": "score",
-    "gold": "gold score",
+    "gold": "true score",
     "kl_token": "KL per token",
     "kl_sequence": "KL per response",
     "forward_kl_token": "forgetting",

@@ -142,7 +142,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
         "score": figures.get("scores"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
-        "true score (gold)": figures.get("gold"),
+        "true score": figures.get("gold"),
         "response length": f"{figures['length']} tokens" if "length" in figures else None,
         "beta": figures.get("beta"),
         "held-out perplexity": figures.get("perplexity"),

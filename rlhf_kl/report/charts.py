@@ -78,7 +78,7 @@ def _score(run: RunResult) -> Chart:
     if len(deciles) < len(scores[0]):
         deciles = []
     low, high = ([values[i] for values in deciles] for i in (1, 9))
-    lines = [Line("score", "score", *scores, low, high), Line("true score (gold)", "gold", *gold)]
+    lines = [Line("score", "score", *scores, low, high), Line("true score", "gold", *gold)]
     caption = "Means of each batch" + (", and the middle 80 % of the scores." if deciles else ".")
     return Chart("score", "Score", "score", lines, caption)
 
@@ -229,7 +229,7 @@ def target_charts(sweep: Sweep | None) -> list[Chart]:
     def levels(name: str, limit: float) -> list[Line]:
         return [level(name, 1.0, "reference", "muted"), level(name, limit, "limit", "alert")]
 
-    score, gold = line("scores", "score", "score"), line("gold", "true score (gold)", "gold")
+    score, gold = line("scores", "score", "score"), line("gold", "true score", "gold")
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
     forgetting = line("forgetting", "forgetting", "perplexity")
     panels = [

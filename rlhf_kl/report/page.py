@@ -85,7 +85,7 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
     if "scores" in closing:
         closing["scores"] = control.score_text(run.closing["scores"], control.score_error(run.updates))
     kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
-    gold = f"true score (gold) {closing['gold']}" if "gold" in closing else ""
+    gold = f"true score {closing['gold']}" if "gold" in closing else ""
     share = format_percent(read_number(run.summary, "tilt_share"))
     cards = [
         ("kl", "KL over target", format_number(None if kl is None else kl / target),

@@ -27,7 +27,7 @@ def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     names = ["kl", "scores", "gold", "perplexity"]
     if all(variant.mean("gold") is None for variant in comparison.variants):
         names.remove("gold")
-    titles = {"kl": f"KL/{comparison.unit}", "scores": "score"}
+    titles = {"kl": f"KL/{comparison.unit}", "scores": "score", "gold": "true score"}
     header = ["variant", "target", *(titles.get(name, name) for name in names)]
     rows = [[v.name, outcome(v, short=True), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
     return header, rows
