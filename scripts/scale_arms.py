@@ -5,7 +5,7 @@
 
 Each seed's run at 0.2 is scaled to all targets (`rlhf-kl scale`), the others are evaluated by `rlhf-kl eval`, both on
 the same held-out prompts. Finished runs are used again. Into FOLDER/scale.json: for each target the means, and
-scaled less trained with its standard error over seeds; `differs`: by more than two of them.
+scaled less trained with its standard error over seeds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def compared(name: str, folder: Path, real: str | None) -> dict[str, Any]:
                 "trained": fmean(b for _, b in pairs),
                 "difference": fmean(gaps),
                 "error": error,
-                "differs": error is not None and abs(fmean(gaps)) > 2 * error,
             }
         result[f"{target:g}"] = entry
     return result

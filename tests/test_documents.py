@@ -22,8 +22,11 @@ import pytest
 import torch
 import yaml
 
+from rlhf_kl.commands.evaluate import LABELS
 from rlhf_kl.commands.guide import FOLDER, PAGES
 from rlhf_kl.kl_controllers import CONTROLLER_PROVIDED, CONTROLLERS
+from rlhf_kl.monitors.alarms import ALARMS
+from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.log import read_jsonl
 
 if TYPE_CHECKING:
@@ -188,6 +191,20 @@ def test_links_lead_somewhere(document: Path) -> None:
             titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
             slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
             assert heading in slugs, (target, slugs)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_the_second_score_has_one_name(document: Path) -> None:
+    """`gold` is a key; readers see the true score."""
+    prose = re.sub(r"```.*?```|`[^`]*`", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.findall(r".*\bgold\b.*", prose, flags=re.IGNORECASE) == []
+
+
+def test_tables_and_pictures_call_it_the_true_score_too() -> None:
+    words = [text_figures({"gold": 1.0})[0], LABELS["gold"]]
+    words += [alarm.text for alarm in ALARMS if alarm.name == "overoptimised-gold"]
+    assert all("true score" in each for each in words)
+    assert not any(re.search(r"(?<![{\w])gold\b", each) for each in words)
 
 
 def cells(page: str) -> list[list[str]]:

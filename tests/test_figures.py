@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -58,6 +60,43 @@ def test_each_number_of_a_marked_table_was_measured(page: Path, name: str, rows:
     figures = {f"{each}-{key}": entry for each, result in found.items() for key, entry in result["figures"].items()}
     assert rows
     assert wrong_numbers(rows, figures) == []
+
+
+def test_the_differences_that_the_guide_names_are_those_that_many_tests_leave() -> None:
+    """Three of the 18 would be significant, each by itself."""
+    script = runpy.run_path(str(RESULTS.parent / "differences.py"))
+    every = script["differences"](json.loads((RESULTS / "advantages.json").read_text(encoding="utf-8"))["figures"])
+    page = " ".join((ROOT / "rlhf_kl" / "guide" / "measurements.md").read_text(encoding="utf-8").split())
+    assert len(every) == 18
+    assert script["sentence"](every) in page
+    assert "significant" not in page.replace(script["sentence"](every), "")
+
+
+def test_readme_and_guide_say_alike_what_was_measured() -> None:
+    found = {file.stem: json.loads(file.read_text(encoding="utf-8"))["figures"] for file in RESULTS.glob("*.json")}
+    runs = {name: [run["tail_error"] for run in row.values()] for name, row in found["stress"].items()}
+    reached = {name: errors for name, errors in runs.items() if name != "stress-rate-1e-5-linear"}
+    every = [error for errors in reached.values() for error in errors]
+    top, *others = sorted(reached, key=lambda name: -max(reached[name]))
+    assert top == "stress-target-1"
+    away = f"{fmean(every):.0%} away on average; at worst {max(every):.0%}, where the score was at its top, and "
+    away += f"{max(max(reached[name]) for name in others):.0%} elsewhere"
+    processes = max(int(kind.split()[0]) for name in found if name.startswith("several") for kind in found[name])
+    words = [
+        f"Of {sum(map(len, runs.values()))} runs",
+        f"{len(every)} could reach their target",
+        away.replace("%", " %"),
+        f"more than {['no', 'one', 'two', 'three', 'four'][processes]} processes",
+    ]
+    for page in (ROOT / "README.md", ROOT / "rlhf_kl" / "guide" / "measurements.md"):
+        text = " ".join(page.read_text(encoding="utf-8").split()).replace(" of hard settings", "")
+        assert [each for each in words if each not in text] == [], page.name
+
+
+def test_holms_correction_by_hand() -> None:
+    holm = runpy.run_path(str(RESULTS.parent / "differences.py"))["holm"]
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)

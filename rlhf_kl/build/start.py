@@ -30,17 +30,18 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import draw, measure, response_layout, rows_at_once
+from rlhf_kl.ppo.rollout import draw, measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.program import shell_command
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.run.log import Clock
-from rlhf_kl.seeding import uniforms
+from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 
+TRIED = 2  # responses, or all to one prompt
 MANY_EMPTY = 0.5  # share of the reference's responses: then a run has hardly a signal
 
 
@@ -124,6 +125,7 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
         repetition_penalty=section.repetition_penalty,
     )
     ranks.run(lambda: check_policy(config, setup))
+    ranks.run(lambda: try_reward(config, setup), scores=True)
 
     def are_enough(samples: ReferenceSamples) -> bool:
         with contextlib.suppress(InputError):  # which is raised below if more samples do not help
@@ -143,7 +145,7 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
     if empty > MANY_EMPTY:
         log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
     for failure in samples.failures[:1]:
-        log.warning(f"{failure}: the reference has no gold score")
+        log.warning(f"{failure}: the reference has no true score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
@@ -199,6 +201,20 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
             ": to come down to the target it gives up what it has learned; reference.model=null keeps it near its start"
         )
         log.log(logging.WARNING if far else logging.INFO, words + advice * far)
+
+
+def try_reward(config: TrainConfig, setup: Setup) -> None:
+    """Score a few short responses of the starting policy: a reward that fails does so before many are drawn.
+
+    It changes no state. Errors: InputError from the reward.
+    """
+    prompts = setup.prompts.batch(1, rows=max(TRIED, config.rollout.samples_per_prompt))
+    sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
+    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "reward tried")
+    with library_state_kept(), setup.scorers.kept():
+        responses, _ = sample(setup.policy, prompts, noise, sampling, setup.tokenizer)
+        setup.scorers.trained(responses)
+    setup.scorers.begin(1, config.updates)  # clears what it logged
 
 
 def starting_coef(config: TrainConfig, scores: ReferenceScores) -> SolvedCoef:

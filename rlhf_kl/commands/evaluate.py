@@ -13,7 +13,7 @@ from rlhf_kl.text import hanging, stdout_width, with_error
 
 LABELS = {
     "scores": "score",
-    "gold": "gold score",
+    "gold": "true score",
     "kl_token": "KL per token",
     "kl_sequence": "KL per response",
     "forward_kl_token": "forgetting",
@@ -103,8 +103,9 @@ def _table(figures: dict[str, Any]) -> str:
     known = [key for key in LABELS if any(of.get(key) is not None for of in columns)]
     rows = [[LABELS[key], *(_shown(of, key) for of in columns)] for key in known]
     table = text_table(["", "policy", "reference"][: len(columns) + 1], rows)
-    several = figures.get("responses", 0) > figures.get("prompts", 0)
-    notes = f"±: one standard error{' (for these few prompts only)' if several else ''}."
+    notes = f"±: one standard error over the {'prompts and ' * ('prompts' in figures)}documents."
+    if figures.get("prompts") == 1:
+        notes += " A single prompt tells no error."
     if "forward_kl_token" in figures:
         notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
     return f"{table}\n{hanging(notes, stdout_width() or 80, 0)}"

@@ -62,6 +62,7 @@ FEW_END = 0.1  # of the responses: fewer, and the penalty for the others is most
 FEW_VALUES = 5
 NEARLY = 0.9  # of the tokens of the largest update: the first one shows its memory
 BEST_OF = 16  # responses, of which the best is the measure of a gain
+FEWER = 20  # updates of a shorter run: below 15 no target is judged
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 
 
@@ -247,10 +248,19 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
         yield judged("update", False, alert)
     yield judged("eval", True, f"held-out perplexity {evaluated['eval/perplexity']:.2f} on {training.plan.texts} texts")
     evaluations = 2 + (config.updates - 1) // training.plan.every
-    seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
-    yield judged("time", True, f"{message}: about {duration(seconds)} in all; --updates N makes another number")
+    yield judged("time", True, f"{message}: {run_time(config.updates, training.plan.every, start, update, evaluation)}")
     yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
+
+
+def run_time(updates: int, every: int, start: float, update: float, evaluation: float) -> str:
+    """How long a run takes, and a shorter one; seconds of its start, of an update and of one of its evaluations."""
+
+    def about(count: int) -> str:
+        return f"about {duration(start + count * update + (2 + (count - 1) // every) * evaluation)}"
+
+    shorter = f"`train --updates {FEWER}`: {about(FEWER)}" if updates > FEWER else "`train --updates N` makes N"
+    return f"{about(updates)} in all; {shorter}"
 
 
 def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tuple[int, float]:

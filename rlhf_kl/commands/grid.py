@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,9 +17,16 @@ from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
 from rlhf_kl.config.load import dump_config
 from rlhf_kl.errors import InputError, Interrupted
 from rlhf_kl.program import NUMBER, cores
-from rlhf_kl.report.compare import Comparison, read_comparison
+from rlhf_kl.report.compare import CONFIGS, Comparison, not_begun, read_comparison
 from rlhf_kl.report.run import stored_config
-from rlhf_kl.run.folder import RunFolder, write_atomic
+from rlhf_kl.run.folder import (
+    RunFolder,
+    checkpoint_folders,
+    checkpoint_step,
+    lock_run_folder,
+    remove_folder,
+    write_atomic,
+)
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.ui import log
 
@@ -29,12 +37,17 @@ GUARD = 3  # exit code of a run that a guard stopped: its rows count
 def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
     """Train the missing runs, `jobs` at a time; returns the names of those that failed.
 
-    After an interrupt the same command goes on. Errors: InputError if a folder holds another run; Interrupted after a
-    signal.
+    A run that has finished loses its checkpoints, which are there to resume. After an interrupt the same command goes
+    on. Errors: InputError if a folder holds another run; Interrupted after a signal.
     """
     if not overwrite:
         check_folders(plan)
     waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
+    for run in plan.runs:
+        write_atomic(_config_file(plan, run), dump_config(run.config))
+        if run not in waiting:  # an earlier process may have died between the two
+            drop_checkpoints(run)
+    jobs = max(1, min(jobs, len(waiting)))
     log.info(f"{len(plan.runs)} runs: {len(plan.runs) - len(waiting)} finished, {len(waiting)} to train")
     running: dict[str, tuple[PlannedRun, subprocess.Popen[bytes]]] = {}
     failures: list[str] = []
@@ -54,6 +67,7 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
                     if ended:
                         del running[run.name]
                         failures += [run.name] * (not tell_end(run, process.returncode, _log_file(plan, run)))
+                        drop_checkpoints(run)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT) from None
     finally:
@@ -71,7 +85,8 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
     if not started:
         raise InputError(f"{plan.folder}: none of the runs has started")
     comparison = read_comparison(list(started), started)
-    return Comparison(comparison.variants, [*plan.notes, *comparison.notes], plan.options)
+    missing = not_begun([path for path in names if path not in started])
+    return Comparison(comparison.variants, [*plan.notes, *missing, *comparison.notes], plan.options)
 
 
 def check_folders(plan: ComparePlan) -> None:
@@ -91,15 +106,13 @@ def check_folders(plan: ComparePlan) -> None:
 
 def start_run(plan: ComparePlan, run: PlannedRun, jobs: int, overwrite: bool) -> subprocess.Popen[bytes]:
     """Start a run in a process of its own, which writes into its log."""
-    config = plan.folder / "configs" / f"{run.name}.yaml"  # which the process reads
-    file = _log_file(plan, run)
-    for path in (_run_folder(run).path, config, file):
+    config, file = _config_file(plan, run), _log_file(plan, run)
+    for path in (_run_folder(run).path, file):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(config, dump_config(run.config))
     environment = dict(os.environ)
-    if jobs > 1:
+    if jobs > 1 and (threads := given_threads()) is not None:
         # Each its share, or the processes fight for the same cores.
-        environment.setdefault(NUMBER, str(max(1, cores() // jobs)))
+        environment[NUMBER] = str(max(1, threads // jobs))
     mode = "--overwrite" if overwrite else "--resume"
     with file.open("wb") as out:
         return subprocess.Popen(
@@ -110,6 +123,24 @@ def start_run(plan: ComparePlan, run: PlannedRun, jobs: int, overwrite: bool) ->
             env=environment,
             start_new_session=True,  # Ctrl-C reaches it once, from here
         )
+
+
+def given_threads() -> int | None:
+    """Threads of all runs together: what the user has set, else the cores; None for a number that only OpenMP reads."""
+    own = os.environ.get(NUMBER, "").strip()
+    return cores() if not own else int(own) if own.isdecimal() and int(own) else None
+
+
+def drop_checkpoints(run: PlannedRun) -> None:
+    """Remove those of a finished run, but for its best one (`checkpoint.best`); none if the run `keeps` them."""
+    folder = _run_folder(run)
+    if run.keeps or (summary := folder.finished_summary()) is None:
+        return
+    best = (summary.get("best_checkpoint") or {}).get("step")
+    with contextlib.suppress(InputError), lock_run_folder(folder, resume=True, overwrite=False):
+        for path in checkpoint_folders(folder.checkpoints):
+            if checkpoint_step(path) != best:
+                remove_folder(path)
 
 
 def tell_end(run: PlannedRun, code: int, file: Path) -> bool:
@@ -127,6 +158,13 @@ def tell_end(run: PlannedRun, code: int, file: Path) -> bool:
 
 def _run_folder(run: PlannedRun) -> RunFolder:
     return RunFolder(Path(run.config.run.output_dir))
+
+
+def _config_file(plan: ComparePlan, run: PlannedRun) -> Path:
+    """What the process of a run reads."""
+    file = plan.folder / CONFIGS / f"{run.name}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
 
 
 def _log_file(plan: ComparePlan, run: PlannedRun) -> Path:

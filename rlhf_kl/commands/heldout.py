@@ -109,12 +109,13 @@ class HeldOut:
     def prompts(self, samples: int | None) -> tuple[Prompts, int]:
         """The prompts of `samples` responses (None: one to each held-out prompt), and how many different ones.
 
-        Some prompts are answered more than once where there are fewer of them.
+        Some prompts are answered more than once where there are fewer of them. Prompts of the same tokens are one.
         """
         _, kept = build_prompts(self.config, self.rows, self.policy.model, self.tokenizer)
         several = samples or max(len(kept), self.config.rollout.batch_size)
         self.scorers.begin(self.config.updates + 1, self.config.updates)
-        return PromptStream(kept, several, self.config.run.seed).batch(1), len(kept)
+        prompts = PromptStream(kept, several, self.config.run.seed).batch(1)
+        return prompts, len({*map(tuple, prompts.ids)})
 
     def sampled(
         self, prompts: Prompts, firsts: Sequence[int], name: str, cached: CachedSamples | None = None

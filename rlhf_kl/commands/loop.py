@@ -38,7 +38,7 @@ from rlhf_kl.ppo.evaluate import (
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.rollout import rows_at_once
 from rlhf_kl.report.card import model_card
-from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update
+from rlhf_kl.report.control import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
@@ -287,6 +287,7 @@ class TrainLoop:
             best_checkpoint=self.monitors.best_checkpoint,
             control=control_figures(rows, self.config.kl),
             closing=closing,
+            score_error=score_error(rows),
             tilt_share=self.tilt_share(closing),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ import typer
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Json, Pickle, Plugins, Quiet, RemoteCode, numbers
 from rlhf_kl.errors import InputError
-from rlhf_kl.text import stdout_width
+from rlhf_kl.text import read_number, stdout_width
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ FARTHEST = 1.5  # times what training has added: beyond it nothing was measured
 SAME = 0.02  # a scale so near to one that was measured is not measured again
 CLOSE = 0.05  # of the target: no further try
 TRIES = 3
+SECONDS = 15.0  # of the sampling at one scale, as long as that is FEWEST responses
+FEWEST, MOST = 64, 256  # responses, where the command line names no number
 
 
 def scale(
@@ -31,7 +34,12 @@ def scale(
     targets: Annotated[
         str | None, typer.Option(metavar="X,Y,...", help="KL targets in the run's unit; default: around the run's.")
     ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=8, help="Held-out responses at each target.")] = 256,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=8, help="Held-out responses at each target; default: 256, or 64 of a slow model."
+        ),
+    ] = None,
     save: Annotated[
         float | None,
         typer.Option(metavar="TARGET", min=1e-9, help="Write the policy at it: RUN/scaled-TARGET."),
@@ -59,8 +67,11 @@ def scale(
         from rlhf_kl.commands.heldout import HeldOut
         from rlhf_kl.kl_controllers import adjusts
         from rlhf_kl.report.side_by_side import write_scaled
-        from rlhf_kl.run.log import encode_json
+        from rlhf_kl.run.log import encode_json, read_jsonl
 
+    if samples is None:
+        samples, why = usual_samples(read_jsonl(folder.metrics), config.rollout.batch_size)
+        log.info(f"{samples} responses at each target: {why} (--samples N draws another number)")
     held = HeldOut(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
     if not held.began_at_reference(folder.final):
         raise InputError(
@@ -70,7 +81,7 @@ def scale(
     table = Scaled(held, samples)
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
     wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
-    log.info(f"{len(wanted)} targets, each sampled up to {TRIES} times; fewer --samples are quicker")
+    log.info(f"{len(wanted)} targets, each sampled up to {TRIES} times")
     for target in sorted(wanted, key=lambda one: abs(math.log(one / table.rows[1.0]["kl"]))):  # each helps the next
         table.reach(target)
     document = table.to_json()
@@ -79,6 +90,14 @@ def scale(
     if save is not None:
         place, kl = table.save(save, folder.path / f"scaled-{save:g}")
         log.info(f"{place} holds the policy at a KL of {kl:.3g} nats per {table.unit}")
+
+
+def usual_samples(rows: Sequence[Mapping[str, Any]], batch_size: int) -> tuple[int, str]:
+    """Responses at each target, and why. `rows`: of the run, which measured how long a batch of responses takes."""
+    seconds = [value for row in rows if (value := read_number(row, "time/rollout_s")) is not None]
+    each = median(seconds) / batch_size if seconds else 0.0
+    fitting = MOST if each * MOST <= SECONDS else max(FEWEST, int(SECONDS / each))
+    return fitting, f"each took {each:.2g} s in the run" if each else "the run has no times"
 
 
 def _rounded(value: float) -> float:
@@ -104,10 +123,11 @@ class Scaled:
             raise InputError(f"the policy is no scaled reference: the reference has no {other} of its size")
         with torch.no_grad():
             self.way = [(p, there[name], p - there[name]) for name, p in own.items()]
-        self.prompts, _ = held.prompts(samples)
+        self.prompts, self.different = held.prompts(samples)
         self.cached: Any = {}
         self.reference: dict[str, Any] = {}
         self.rows: dict[float, dict[str, Any]] = {}  # by scale
+        self.samples: dict[float, Samples] = {}  # by scale, the reference's at 0
         self.scales: dict[float, float] = {}  # by target
         self.too_far: list[float] = []
         self.measure(1.0)
@@ -130,7 +150,9 @@ class Scaled:
         figures = self.held.perplexity(name)
         found, own, other = self.held.sampled(self.prompts, range(len(self.prompts)), name, self.cached)
         figures = joined(figures, found)
-        if not self.reference:
+        self.samples[share] = own
+        if not self.reference:  # which is scored once
+            self.samples[0.0] = other
             self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))
         figures["standard_errors"]["kl"] = figures["standard_errors"][f"kl_{self.unit}"]
         texts = _median_texts(self.prompts.texts, own)
@@ -166,10 +188,17 @@ class Scaled:
         scales = dict(self.scales)
         if 1.0 not in scales.values():
             scales[_rounded(self.rows[1.0]["kl"])] = 1.0
+        rows, before = [], 0.0
+        for target in sorted(scales):
+            row, share = self.rows[scales[target]], scales[target]
+            rise = {"score_rise": rise_error(self.samples[before], self.samples[share])}
+            rows.append({"target": target, **row, "standard_errors": row["standard_errors"] | rise})
+            before = share
         return {
             "unit": self.unit,
             "samples": len(self.prompts),
-            "rows": [{"target": target, **self.rows[scales[target]]} for target in sorted(scales)],
+            "prompts": self.different,
+            "rows": rows,
             "reference": self.reference,
             "too_far": self.too_far,
         }
@@ -194,6 +223,14 @@ class Scaled:
 
         write_folder(place, write)
         return place, row["kl"]
+
+
+def rise_error(before: Samples, after: Samples) -> float | None:
+    """Standard error of the mean score after less that before: the prompts and the noise are the same."""
+    from rlhf_kl.ppo.evaluate import Samples, errors_of
+
+    rises = [b - a for a, b in zip(before.scores, after.scores, strict=False)]
+    return errors_of(Samples(texts=after.texts, scores=rises, prompts=after.prompts))["scores"]
 
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:

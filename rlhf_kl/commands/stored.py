@@ -16,7 +16,7 @@ from rlhf_kl.data.files import is_file_name, read_rows, text_column
 from rlhf_kl.errors import InputError, blame, collected, suggestion
 from rlhf_kl.hub import model_on_hub
 from rlhf_kl.report.run import stored_config
-from rlhf_kl.run.folder import RunFolder, checkpoint_folders, newest_run
+from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, checkpoint_folders, checkpoint_step, newest_run
 from rlhf_kl.templates import column
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Permissions:
             return self.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}})), None
         folder = RunFolder(run or newest_run(finished=True))
         folder.require_run()
-        steps = [str(int(path.name.removeprefix("step-"))) for path in checkpoint_folders(folder.checkpoints)]
+        steps = [str(checkpoint_step(path)) for path in checkpoint_folders(folder.checkpoints)]
         if step is not None and str(step) not in steps:
-            hint = suggestion(str(step), steps)
+            hint = suggestion(str(step), steps) if steps else NO_CHECKPOINTS
             raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
         stored = load_config("train", folder.config) if self.plugins else stored_config(folder.config)
         section = stored.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})

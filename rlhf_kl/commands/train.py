@@ -125,13 +125,15 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     """Figures and next steps after `train`. config: knows where the run is now, which its summary may not."""
     from rlhf_kl.commands.stored import Permissions
     from rlhf_kl.monitors.alarms import collapsed
-    from rlhf_kl.report.control import closing_note, start_to_end, verdict_text
+    from rlhf_kl.report.control import closing_note, score_text, start_to_end, verdict_text
 
     final, closing, place = summary["final"], summary["closing"], short_path(config.run.output_dir)
     control = summary["control"]
     share = None if control["verdict"] == "short" else summary.get("tilt_share")
     same = collapsed(final)  # which a gain in score does not make good
     figures = {name: start_to_end(figure) for name, figure in closing.items()}
+    if "scores" in closing:
+        figures["scores"] = score_text(closing["scores"], summary.get("score_error"))
     if (error := final.get("eval/perplexity_stderr")) is not None:
         figures["perplexity"] += f" (each ±{format_number(error)}, on the same texts)"
     shown: dict[str, str | None] = {
@@ -140,7 +142,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
         "score": figures.get("scores"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
-        "true score (gold)": figures.get("gold"),
+        "true score": figures.get("gold"),
         "response length": f"{figures['length']} tokens" if "length" in figures else None,
         "beta": figures.get("beta"),
         "held-out perplexity": figures.get("perplexity"),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from rlhf_kl.config.errors import checked
-from rlhf_kl.config.load import config_diff, detect_kind, flat, load_config, read_merged
+from rlhf_kl.config.load import config_diff, detect_kind, flat, load_config, parse_overrides, read_merged
 from rlhf_kl.config.paths import find_config, shipped_configs
 from rlhf_kl.config.plugins import check_named
 from rlhf_kl.config.schema import Section, TrainConfig
@@ -61,6 +61,7 @@ class PlannedRun:
     variant: str
     seed: int
     config: TrainConfig
+    keeps: bool = False  # its checkpoints when it has finished
 
     @property
     def name(self) -> str:
@@ -130,8 +131,10 @@ def plan_comparison(
         if not differences(by_variant[name], by_variant[other])
     ]
     refuse(*dict.fromkeys(problems))
+    changed = inner(parse_overrides(overrides)[0], "checkpoint")
+    keeps = {one: "keep" in {**inner(each or {}, "checkpoint"), **changed} for one, each in config.variants.items()}
     runs = [
-        PlannedRun(one, number, _placed(settings, folder, f"{one}-s{number}", number, updates))
+        PlannedRun(one, number, _placed(settings, folder, f"{one}-s{number}", number, updates), keeps[one])
         for number in config.seeds
         for one, settings in by_variant.items()
     ]

@@ -43,7 +43,7 @@ def load_config(
     on top of that.
     """
     path = find_config(file)
-    changes, problems = _parse_overrides(overrides)
+    changes, problems = parse_overrides(overrides)
     raw = _merge(_merge(read_merged(path), fragment or {}), changes)
     own = detect_kind(raw)
     kind = kind or (own if own in MODELS else "train")
@@ -126,7 +126,7 @@ def read_merged(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     return _merge(read_merged(parent, [*chain, path]), raw)
 
 
-def _parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """All valid `--set` as one fragment, of which the last wins, and the problems of the others."""
     problems: list[str] = []
     fragment: dict[str, Any] = {}

@@ -278,9 +278,9 @@ ALARMS = (
     Alarm("kl-drifting", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy exceeds its KL budget. {to_fall}, "
           "or {adapt}", mean_kl, lambda f: f["ratio"] > 4 / 3, lambda f: f["ratio"] < 1.2, unless="kl-above-target"),
     # What the KL is spent on.
-    Alarm("overoptimised-gold", "over the last {window} updates the score rose by {rise:.2g} to {score:.3g} while gold "
-          "fell by {fall:.2g} to {gold:.3g}: the policy exploits the reward model. {to_restrain}, or go back to an "
-          "earlier checkpoint",
+    Alarm("overoptimised-gold", "over the last {window} updates the score rose by {rise:.2g} to {score:.3g} while the "
+          "true score fell by {fall:.2g} to {gold:.3g}: the policy exploits the reward model. {to_restrain}, or go "
+          "back to an earlier checkpoint",
           falling_gold, lambda f: f["window"] > 0, lambda f: not f["window"] and f["over"], hold=5),
     Alarm("overoptimised-perplexity", "the score rises ({low:.3g} to {high:.3g}) while held-out perplexity gets worse "
           "({before:.3g} to {perplexity:.3g}): the policy forgets its language. {to_restrain}",

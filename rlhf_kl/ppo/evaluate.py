@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from statistics import fmean, pvariance
@@ -55,10 +55,12 @@ class Samples:
     gold: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # of the gold scorer
     tokens: list[list[list[Any]]] = field(default_factory=list)  # of the first `shown`: what `token_rows` reads
+    prompts: list[Hashable] = field(default_factory=list)  # equal for responses to the same prompt
 
     def pick(self, rows: Sequence[int]) -> Samples:
         """The figures of these responses, as far as they are known."""
-        columns = {name: getattr(self, name) for name in ("kl", "lengths", "ended", "texts", "scores", "gold")}
+        names = ("kl", "lengths", "ended", "texts", "scores", "gold", "prompts")
+        columns = {name: getattr(self, name) for name in names}
         picked: Any = {name: [each[i] for i in rows if i < len(each)] for name, each in columns.items()}
         return Samples(**picked, failures=self.failures)
 
@@ -134,6 +136,7 @@ def policy_samples(
             made.lengths += sampled.mask.sum(1).tolist()
             made.ended += sampled.ended.tolist()
             made.texts += texts
+            made.prompts += map(tuple, responses.prompts.ids)
             if stats is not None:
                 made.kl += float64(stats.exact_kl).sum(1).tolist()
                 read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
@@ -208,20 +211,34 @@ def figures_of(own: Samples, other: Samples, events: list[Event]) -> dict[str, A
 
 
 def errors_of(samples: Samples) -> dict[str, float | None]:
-    """Standard errors of the figures on held-out prompts, by the keys of `figures_of`."""
-    ones = [1.0] * len(samples.texts)
-    pairs = [_word_pairs(text) for text in samples.texts]
-    texts_with = Counter(pair for each in pairs for pair in set(each))
-    own = [sum(texts_with[pair] == 1 for pair in set(each)) for each in pairs]  # that no other text has
-    scores, gold = ([x for x in each if not math.isnan(x)] for each in (samples.scores, samples.gold))
+    """Standard errors of the figures on held-out prompts, by the keys of `figures_of`; None with a single prompt.
+
+    Prompts are the independent draws, each with all of its responses, which are alike.
+    """
+    prompts, ones = samples.prompts, [1.0] * len(samples.texts)
+    pairs = {prompt: list[tuple[str, str]]() for prompt in prompts}
+    for prompt, text in zip(prompts, samples.texts, strict=True):
+        pairs[prompt] += _word_pairs(text)
+    prompts_with = Counter(pair for each in pairs.values() for pair in set(each))
+    own = [sum(prompts_with[pair] == 1 for pair in set(each)) for each in pairs.values()]  # that no other prompt has
+
+    def error(values: Sequence[float], counts: Sequence[float] = ones) -> float | None:
+        """Of a mean over the responses that have a value: all, the first ones, or those that are no NaN."""
+        sums, sizes = dict.fromkeys(prompts, 0.0), dict.fromkeys(prompts, 0.0)
+        for prompt, value, count in zip(prompts, values, counts, strict=False):
+            if not math.isnan(value):
+                sums[prompt] += value
+                sizes[prompt] += count
+        return standard_error(list(sums.values()), list(sizes.values()))
+
     return {
-        "scores": standard_error(scores, ones),
-        "gold": standard_error(gold, ones),
-        "kl_token": standard_error(samples.kl, samples.lengths),
-        "kl_sequence": standard_error(samples.kl, ones),
-        "length": standard_error(samples.lengths, ones),
-        "eos_rate": standard_error(samples.ended, ones),
-        "distinct_2": standard_error(own, list(map(len, pairs)), len(texts_with)),
+        "scores": error(samples.scores),
+        "gold": error(samples.gold),
+        "kl_token": error(samples.kl, samples.lengths),
+        "kl_sequence": error(samples.kl),
+        "length": error(samples.lengths),
+        "eos_rate": error(samples.ended),
+        "distinct_2": standard_error(own, list(map(len, pairs.values())), len(prompts_with)),
     }
 
 
@@ -240,9 +257,10 @@ def standard_error(
     total: float | None = None,
     of: Callable[[float], float] = float,
 ) -> float | None:
-    """Of `of(sum(amounts) / sum(counts))`, by leaving out each entry in turn (jackknife); None where unknown.
+    """Of `of(sum(amounts) / sum(counts))`, by leaving out each draw in turn (jackknife); None where unknown.
 
-    `total`: in place of the first sum, where an amount is what is missing without its entry.
+    amounts, counts: of each independent draw. `total`: in place of the first sum, where an amount is what is missing
+    without its draw.
     """
     pairs = list(zip(amounts, counts, strict=False))
     total = sum(amounts) if total is None else total

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
+from rlhf_kl.ops.masked import float64, mean_of_groups
 from rlhf_kl.ppo.objectives import MOST_WEIGHT, importance
 from rlhf_kl.ppo.step import Update
 from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, mean_score
@@ -72,11 +73,14 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
     k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)
     logprob_gap, logprob_gap_se = sampling_gap(logprobs + batch.entropy, batch.logprob_variance, mask)
     scored = batch.scored
-    scores, shaped = batch.scores[REWARD][scored], batch.shaped_scores[scored]
+    raw = batch.scores[REWARD]
+    scores, shaped = raw[scored], batch.shaped_scores[scored]
+    score = mean_of_groups(float64(torch.where(scored, raw, 0.0)), float64(scored), batch.group)
     scores_shaped = float(shaped.mean())  # nan if none is scored
     return {
         "objective/scores": float(scores.mean()),
         "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
+        "objective/scores_stderr": score.stderr if len(scores) > 1 else None,
         "objective/scores_deciles": scores.double().quantile(DECILES).tolist() if len(scores) else None,
         "objective/scores_shaped": scores_shaped,
         "objective/rlhf_reward": scores_shaped - penalty,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.kl_controllers.held import BAND
 from rlhf_kl.report.compare import Comparison, Variant
-from rlhf_kl.report.drawing import ORDERED, Chart, Line, log_if_wide, marks, with_values
+from rlhf_kl.report.drawing import MANY, ORDERED, Chart, Line, log_if_wide, marks, with_values
 from rlhf_kl.report.run import RunResult
 from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep, spread
 from rlhf_kl.report.verdict import outcome
@@ -30,13 +30,20 @@ class Style(NamedTuple):
 
 
 def variant_styles(comparison: Comparison) -> dict[str, Style]:
-    """A hue of the ordered scale for every variant; of many variants some share a hue, with another dash."""
+    """A hue of the ordered scale for every variant, of up to twelve hues for more than six.
+
+    Of more than twelve some share a hue, with another dash and another marker.
+    """
     names = [variant.name for variant in comparison.variants]
-    hues = [ORDERED[i * len(ORDERED) // len(names)] for i in range(len(names))] if len(names) < 7 else ORDERED
-    return {
-        name: Style(hues[i % len(hues)], DASHES[i // len(hues) % len(DASHES)], MARKERS[i % len(MARKERS)])
-        for i, name in enumerate(names)
-    }
+    few = len(names) <= len(ORDERED)
+
+    def style(i: int) -> Style:
+        again = i // len(MANY)
+        hue = ORDERED[i * len(ORDERED) // len(names)] if few else MANY[i % len(MANY)]
+        dash = "solid" if few else DASHES[(i % 2 + 2 * again) % len(DASHES)]
+        return Style(hue, dash, MARKERS[(i + again) % len(MARKERS)])
+
+    return {name: style(i) for i, name in enumerate(names)}
 
 
 # ---- one run
@@ -71,7 +78,7 @@ def _score(run: RunResult) -> Chart:
     if len(deciles) < len(scores[0]):
         deciles = []
     low, high = ([values[i] for values in deciles] for i in (1, 9))
-    lines = [Line("score", "score", *scores, low, high), Line("true score (gold)", "gold", *gold)]
+    lines = [Line("score", "score", *scores, low, high), Line("true score", "gold", *gold)]
     caption = "Means of each batch" + (", and the middle 80 % of the scores." if deciles else ".")
     return Chart("score", "Score", "score", lines, caption)
 
@@ -222,7 +229,7 @@ def target_charts(sweep: Sweep | None) -> list[Chart]:
     def levels(name: str, limit: float) -> list[Line]:
         return [level(name, 1.0, "reference", "muted"), level(name, limit, "limit", "alert")]
 
-    score, gold = line("scores", "score", "score"), line("gold", "true score (gold)", "gold")
+    score, gold = line("scores", "score", "score"), line("gold", "true score", "gold")
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
     forgetting = line("forgetting", "forgetting", "perplexity")
     panels = [

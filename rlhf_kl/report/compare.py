@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +20,7 @@ from rlhf_kl.kl_controllers import adjusts
 from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
 from rlhf_kl.report.run import RunResult, mean, read_run
 
+CONFIGS = "configs"  # in the folder of a comparison: those of its runs, NAME.yaml
 # If these differ, scores have different scales, or KLs different references.
 SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
@@ -147,14 +148,16 @@ class Comparison:
 
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
-        """For each pair of groups: one, against the group that spans more KL."""
+        """For each pair of groups: one, against the group that spans more KL. Intervals of a measure hold together."""
         entries = []
         for pair in combinations(self.groups.items(), 2):
             if not _scale_diff(pair[0][1][0], pair[1][1][0]):
                 for measure in GAINS:
                     ends = [(name, {v.name: v.ends(measure) for v in variants}) for name, variants in pair]
                     entries.append(compare_groups(ends, measure))
-        return [entry for entry in entries if entry is not None]
+        known = [entry for entry in entries if entry is not None]
+        counts = Counter(entry.measure for entry in known if entry.interval is not None)
+        return [replace(entry, together=max(1, counts[entry.measure])) for entry in known]
 
     def to_json(self, verdict: Sequence[str], recommended: float | None = None) -> dict[str, Any]:
         """compare.json."""
@@ -187,10 +190,12 @@ def read_comparison(paths: Sequence[Path], names: Mapping[Path, str] | None = No
     names: the variant of each path, if known; else runs whose configs differ only in the seed are one
     variant. Errors: InputError.
     """
-    folders: list[Path] = []
+    folders, missing = list[Path](), list[Path]()
     for path in paths:
         inside = [] if (path / "config.yaml").is_file() else sorted((path / "runs").glob("*/config.yaml"))
         folders += [config.parent for config in inside] or [path]
+        planned = {path / "runs" / file.stem for file in (path / CONFIGS).glob("*.yaml")} if inside else set()
+        missing += sorted(planned - {*folders})
     runs = [read_run(path) for path in dict.fromkeys(folders)]
     if len({run.unit for run in runs}) > 1:
         raise InputError("the runs count KL in different units (token, sequence): compare them separately")
@@ -201,7 +206,12 @@ def read_comparison(paths: Sequence[Path], names: Mapping[Path, str] | None = No
         if (other := by_seed.setdefault(run.seed, run)) is not run:
             raise InputError(f"{other.path} and {run.path} are the same run: {name}, seed {run.seed}")
     compared = [Variant(name, dict(sorted(members.items()))) for name, members in variants.items()]
-    return Comparison(compared, _notes(compared))
+    return Comparison(compared, [*not_begun(missing), *_notes(compared)])
+
+
+def not_begun(folders: Sequence[Path]) -> list[str]:
+    """A note for each run that is planned and left out."""
+    return [f"{folder.name}: left out: it has not begun" for folder in folders]
 
 
 def _variant_name(run: RunResult, variants: Mapping[str, Mapping[int, RunResult]]) -> str:

@@ -102,6 +102,18 @@ def start_to_end(figure: StartEnd) -> str:
     return " -> ".join(format_number(value) for value in figure if value is not None) or "-"
 
 
+def score_error(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Standard error of the score at the end, a mean over updates: that of their batches; None where a row lacks it."""
+    last = end([row for row in rows if is_update(row)])
+    errors = [error for row in last if (error := read_number(row, "objective/scores_stderr")) is not None]
+    return math.hypot(*errors) / len(errors) if errors and len(errors) == len(last) else None
+
+
+def score_text(figure: StartEnd, error: float | None) -> str:
+    """`0.780 -> 3.43 (±0.021 at the end)`."""
+    return start_to_end(figure) + ("" if error is None else f" (±{format_number(error)} at the end)")
+
+
 def closing_note(updates: int) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
     count = len(end(range(updates)))

@@ -45,8 +45,16 @@ COLOURS = {
     "s4": ("#1f8a6d", "#3fd3a5"),
     "s5": ("#5c9a1a", "#95e36d"),
     "s6": ("#a08c00", "#ffe14d"),
+    # More hues, for more variants than that: neighbours also differ in their dash.
+    "s7": ("#cc6d00", "#ffa64d"),
+    "s8": ("#9c3b1b", "#d9775a"),
+    "s9": ("#b3164f", "#ff6f91"),
+    "s10": ("#d055b0", "#ff5fd2"),
+    "s11": ("#7d7184", "#d5cfdd"),
+    "s12": ("#5b4a2f", "#b89b6a"),
 }
 ORDERED = ("s1", "s2", "s3", "s4", "s5", "s6")
+MANY = (*ORDERED, "s7", "s8", "s9", "s10", "s11", "s12")
 UPDATE = "update"
 LOG_FROM = 5.0  # a KL over this many times its target, or a beta that varies by this factor, has a log axis
 MOST_POINTS = 400  # of a line; a longer line is drawn as means of segments

@@ -35,6 +35,7 @@ class EqualKL:
     measure: str  # scores_shaped | gold
     readings: Mapping[int, Reading]
     left_out: int  # pairs outside the curve's range of KL
+    together: int = 1  # pairs of groups whose intervals hold together
 
     @property
     def mean(self) -> float | None:
@@ -49,7 +50,7 @@ class EqualKL:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95 % interval of the mean difference, from five seeds on: the bounds, widened by the spread over seeds."""
-        spread = interval_half([reading.gain for reading in self.readings.values()])
+        spread = interval_half([reading.gain for reading in self.readings.values()], self.together)
         return None if self.bounds is None or spread is None else (self.bounds[0] - spread, self.bounds[1] + spread)
 
     def to_json(self) -> dict[str, Any]:
@@ -91,11 +92,14 @@ def _kl_span(group: Group) -> float:
     return max(kls) - min(kls) if kls else 0.0
 
 
-def interval_half(values: Sequence[float]) -> float | None:
-    """Half of Student's 95 % interval of the mean; None for fewer than five values."""
+def interval_half(values: Sequence[float], together: int = 1) -> float | None:
+    """Half of Student's 95 % interval of the mean; None for fewer than five values.
+
+    With so many `together` all of them cover their means in 95 % of cases (Bonferroni).
+    """
     if len(values) < INTERVAL_FROM:
         return None
-    return float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))
+    return float(stdtrit(len(values) - 1, 1 - 0.025 / together)) * stdev(values) / math.sqrt(len(values))
 
 
 class ScoreCurve:

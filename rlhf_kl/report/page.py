@@ -82,8 +82,10 @@ def render_chart(chart: Chart) -> dict[str, Any]:
 def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
     """Colour, name, value and note of each figure that was measured; those that are asked first have a colour."""
     figures, closing = run.figures, {name: control.start_to_end(pair) for name, pair in run.closing.items()}
+    if "scores" in closing:
+        closing["scores"] = control.score_text(run.closing["scores"], control.score_error(run.updates))
     kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
-    gold = f"true score (gold) {closing['gold']}" if "gold" in closing else ""
+    gold = f"true score {closing['gold']}" if "gold" in closing else ""
     share = format_percent(read_number(run.summary, "tilt_share"))
     cards = [
         ("kl", "KL over target", format_number(None if kl is None else kl / target),

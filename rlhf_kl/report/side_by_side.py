@@ -16,7 +16,7 @@ from rlhf_kl.report.charts import compare_charts, held_charts, target_charts, va
 from rlhf_kl.report.compare import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
 from rlhf_kl.report.page import render, render_chart, report_page, response_figures
-from rlhf_kl.report.sweep import recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
+from rlhf_kl.report.sweep import asked_of, recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
 from rlhf_kl.report.texts import across
 from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
@@ -95,7 +95,7 @@ def write_scaled(document: Mapping[str, Any], folder: RunFolder, name: str, widt
         [("which target?", target_charts(sweep_of_scaled(document)), "scale.png")],
         width,
         name=f"{name}, scaled",
-        subtitle=f"One run at other KL targets · {document['samples']} held-out responses at each",
+        subtitle=f"One run at other KL targets · {asked_of(document)} at each",
         verdict=scaled_answer(document, shlex.quote(short_path(str(folder.path)))),
         table=scale_table(document),
         texts_title=f"Two responses{' of median score' * scored} at each target",

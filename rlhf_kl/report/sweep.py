@@ -28,6 +28,7 @@ class SweepPoint(NamedTuple):
     figures: Mapping[str, Figure]  # those of `FIGURES`; kl in the sweep's unit
     gain: float | None  # of the score that was trained on, over the reference's
     held: bool = True
+    rise_error: float | None = None  # standard error of the gain less that of the point before, where it was measured
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def recommend(sweep: Sweep | None) -> Recommendation | None:
         kl = values["kl_sequence"]
         if kl is not None and point.gain is not None:
             root, error = sqrt(max(0.0, kl)), point.figures["scores"][1] or 0.0
-            way = root - before[0]
-            slope, noise = ((point.gain - before[1]) / way, hypot(error, before[2]) / way) if way > 0 else (0.0, 0.0)
+            way, rise = root - before[0], point.rise_error
+            noise = hypot(error, before[2]) if rise is None else rise
+            slope, noise = ((point.gain - before[1]) / way, noise / way) if way > 0 else (0.0, 0.0)
             steepest = max(steepest, slope)
             if slope + noise <= GAIN * steepest or steepest <= 0:
                 share = max(0.0, slope) / steepest if steepest > 0 else 0.0
@@ -121,11 +123,18 @@ def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
         errors, keys = row["standard_errors"], {name: names.get(name, name) for name in FIGURES}
         known = row["scores"] is not None and reference["scores"] is not None
         gain = row["scores"] - reference["scores"] if known else None
-        return SweepPoint(row["target"], {name: (row[key], errors[key]) for name, key in keys.items()}, gain)
+        figures = {name: (row[key], errors[key]) for name, key in keys.items()}
+        return SweepPoint(row["target"], figures, gain, rise_error=errors["score_rise"])
 
-    note = f"{document['samples']} held-out responses at each target, with one standard error. Scale 1 was trained."
+    note = f"{asked_of(document)} at each target, with one standard error over the prompts. Scale 1 was trained."
     points = [point(row) for row in document["rows"]]
     return Sweep(document["unit"], points, {name: reference[name] for name in ("perplexity", "distinct_2")}, note)
+
+
+def asked_of(document: Mapping[str, Any]) -> str:
+    """How many responses to how many prompts each row of scale.json has."""
+    prompts = document["prompts"]
+    return f"{document['samples']} responses to {prompts} held-out prompt{'s' * (prompts != 1)}"
 
 
 def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
@@ -133,7 +142,10 @@ def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
     advice = recommend(sweep_of_scaled(document))
     assert advice is not None
     lines = []
-    if advice.target is None:
+    if document["prompts"] == 1:
+        found = "lower than these" if advice.target is None else f"{advice.target:g} nats per {document['unit']}"
+        lines.append(f"One prompt suggests no target. What it found: {found}: {advice.reason}.")
+    elif advice.target is None:
         lines.append(f"Suggested target: lower than these: {advice.reason}.")
     else:
         target, program = f"{advice.target:g}", shell_command()

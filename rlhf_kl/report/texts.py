@@ -66,7 +66,7 @@ def answers(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
 
 def text_figures(text: Mapping[str, Any], kl: str = "KL {}", digits: int = 3) -> list[str]:
     """Score, gold and KL of a response (nats), as far as they are known."""
-    forms = {"score": "score {}", "gold": "gold {}", "kl": kl}
+    forms = {"score": "score {}", "gold": "true score {}", "kl": kl}
     known = {name: value for name in forms if (value := read_number(text, name)) is not None}
     if (mean := read_number(text, "score_mean")) is not None:
         forms["score"] += f" (median of {text.get('of')}, mean {format_number(mean, digits)})"

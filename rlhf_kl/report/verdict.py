@@ -27,7 +27,7 @@ def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     names = ["kl", "scores", "gold", "perplexity"]
     if all(variant.mean("gold") is None for variant in comparison.variants):
         names.remove("gold")
-    titles = {"kl": f"KL/{comparison.unit}", "scores": "score"}
+    titles = {"kl": f"KL/{comparison.unit}", "scores": "score", "gold": "true score"}
     header = ["variant", "target", *(titles.get(name, name) for name in names)]
     rows = [[v.name, outcome(v, short=True), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
     return header, rows
@@ -157,7 +157,9 @@ def _score_lines(comparison: Comparison) -> list[str]:
             readings = [reading for reading in readings if "no difference" not in reading]
             readings += ["no other difference" if readings else "no difference between any two"]
         if entries:
-            lines.append(f"{label} at equal KL: {'; '.join(dict.fromkeys(readings))}.")
+            several = entries[0].together
+            note = f" (intervals for all {several} pairs together)" if several > 1 else ""
+            lines.append(f"{label} at equal KL: {'; '.join(dict.fromkeys(readings))}{note}.")
     return lines
 
 

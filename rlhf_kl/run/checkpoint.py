@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.run.folder import checkpoint_folders, remove_folder, write_folder
+from rlhf_kl.run.folder import checkpoint_folders, checkpoint_step, remove_folder, write_folder
 from rlhf_kl.sharding import NamedTensors, Read, load_slots, load_tensors
 
 FORMAT = 10  # of the state; raised when older checkpoints cannot be resumed any more
@@ -38,7 +38,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """The last update that it contains."""
-        return int(self.path.name.removeprefix("step-"))
+        return checkpoint_step(self.path)
 
     def state(self) -> dict[str, Any]:
         """The JSON part. Errors: InputError if it cannot be read, another version wrote it, or a file is missing."""

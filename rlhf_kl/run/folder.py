@@ -16,6 +16,7 @@ from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
 EVENTS = "events.out.tfevents.*"  # of TensorBoard
+NO_CHECKPOINTS = " (it has none: `compare` removes those of a finished run, unless the comparison sets checkpoint.keep)"
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
 
 
@@ -85,6 +86,11 @@ class RunFolder:
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
     """Complete checkpoints."""
     return sorted(p for p in checkpoints.glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name) and p.is_dir())
+
+
+def checkpoint_step(path: Path) -> int:
+    """The last update that a checkpoint contains, by its name."""
+    return int(path.name.removeprefix("step-"))
 
 
 def newest_run(*, finished: bool = False) -> Path:

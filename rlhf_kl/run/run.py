@@ -21,7 +21,7 @@ from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFa
 from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
 from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, save_parts, usual_interval
-from rlhf_kl.run.folder import RunFolder, lock_run_folder, write_atomic
+from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, lock_run_folder, write_atomic
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
     check_config,
@@ -104,6 +104,11 @@ class Run:
                 self.finished = finished
                 return
         self.checkpoint = next(reversed(checkpoints(folder.checkpoints)), None)
+        if self.checkpoint is None and finished is not None:
+            raise InputError(
+                f"{folder.path}: finished, and could go on only from a checkpoint{NO_CHECKPOINTS}: "
+                "--overwrite starts anew, another --output-dir keeps it"
+            )
         if self.checkpoint is None:
             without = "a run without a checkpoint: starting it from its beginning"
             log.info(f"{folder.path} holds {without if folder.config.exists() else 'no run yet: starting one'}")

@@ -19,6 +19,7 @@ import yaml
 
 from rlhf_kl.commands.grid import train_grid
 from rlhf_kl.config.compare import load_compare
+from rlhf_kl.run.folder import checkpoint_folders, checkpoint_step
 from tests.runs import Cli, rows, sets, updates
 
 Plan = Callable[..., Path]
@@ -106,6 +107,61 @@ def test_finished_runs_are_used_again_and_can_be_read(
     assert "adaptive-s3 holds a run with other settings (kl.target: 0.1 -> 0.2): --overwrite" in done.err
 
 
+def test_a_finished_run_keeps_no_checkpoint_to_resume_from(
+    compared: tuple[Path, Path, Any], rlhf_kl: Cli, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(compared[1] / "runs" / "static-s3", tmp_path / "static-s3"))
+    assert not list((run / "checkpoints").iterdir())
+    assert (run / "final").is_dir()
+    for words in (("eval", "--run", run, "--checkpoint", 2), ("generate", "--run", run, "--checkpoint", 2)):
+        done = rlhf_kl(*words)
+        assert done.code == 2
+        assert "no such checkpoint (it has none: `compare` removes those of a finished run, unless" in done.err
+    # Finished is finished, and what could only go on from a checkpoint is not started anew.
+    again = ("train", "--config", run / "config.yaml", "--output-dir", run, "--resume")
+    assert rlhf_kl(*again).code == 0
+    rows_before = (run / "metrics.jsonl").read_bytes()
+    done = rlhf_kl(*again, "--updates", 9)
+    assert done.code == 2
+    assert "finished, and could go on only from a checkpoint (it has none: `compare` removes" in done.err
+    assert (run / "metrics.jsonl").read_bytes() == rows_before
+
+
+@pytest.mark.slow
+def test_checkpoints_that_the_comparison_asks_for_stay(plan: Plan, rlhf_kl: Cli, tmp_path: Path) -> None:
+    """`keep` in a variant or by --set, and the best one; `keep` in the base is the number beside a run under way."""
+    best = {"checkpoint": {"best": "eval/perplexity"}}
+    file = plan({"kept": {"checkpoint": {"keep": 1}}, "best": best | VARIANTS["static"]})
+    assert {run.variant: run.keeps for run in load_compare(str(file)).runs} == {"kept": True, "best": False}
+    assert all(run.keeps for run in load_compare(str(file), ["checkpoint.keep=3"]).runs)
+    out = tmp_path / "out"
+    words = ("compare", "--config", file, "--output-dir", out)
+    assert rlhf_kl(*words).code == 0
+    steps = {name: checkpoint_folders(out / "runs" / f"{name}-s3" / "checkpoints") for name in ("kept", "best")}
+    summary = json.loads((out / "runs" / "best-s3" / "summary.json").read_text())
+    assert [path.name for path in steps["kept"]] == ["step-000006"]
+    assert [checkpoint_step(path) for path in steps["best"]] == [summary["best_checkpoint"]["step"]]
+    # Those of a process that died before it removed them go when the comparison is started again.
+    left = steps["best"][0].with_name("step-000001")
+    shutil.copytree(steps["best"][0], left)
+    assert rlhf_kl(*words, "--resume").code == 0
+    assert not left.exists()
+
+
+def test_runs_that_have_not_begun_are_named(compared: tuple[Path, Path, Any], rlhf_kl: Cli, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(compared[1], tmp_path / "out"))
+    (out / "runs" / "static-s3" / "config.yaml").unlink()  # a folder without it is one that has only been made
+    done = rlhf_kl("compare", out, "--output-dir", tmp_path / "page")
+    assert done.code == 0
+    assert "note: static-s3: left out: it has not begun" in done.err
+    assert "static-s3: left out: it has not begun" in (tmp_path / "page" / "compare.html").read_text()
+    metrics = out / "runs" / "adaptive-s3" / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))
+    (out / "runs" / "adaptive-s3" / "summary.json").unlink()
+    done = rlhf_kl("compare", out / "runs" / "adaptive-s3", "--output-dir", tmp_path / "page")
+    assert "note: adaptive-s3: unfinished: 2 of 6 updates" in done.err
+
+
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_hold_up_the_others(plan: Plan, tmp_path: Path, rlhf_kl: Cli) -> None:
     (tmp_path / "bad.py").write_text("def none(prompts, responses):\n    return [float('nan')] * len(responses)\n")
@@ -116,11 +172,14 @@ def test_a_run_that_fails_does_not_hold_up_the_others(plan: Plan, tmp_path: Path
     assert "adaptive" in done.out
 
 
-@pytest.mark.parametrize(("jobs", "own", "threads"), [(1, None, None), (2, None, "3"), (2, "5", "5")])
+@pytest.mark.parametrize(
+    ("jobs", "own", "threads"),
+    [(1, None, None), (2, None, "3"), (2, "5", "2"), (2, "1", "1"), (9, "4", "2"), (2, "4,2", "4,2")],
+)
 def test_each_run_gets_its_share_of_the_cores(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, own: str | None, threads: str | None
 ) -> None:
-    """Of 6 cores, unless the user has set a number."""
+    """Of 6 cores, or of the number that the user has set; there are two runs, however many jobs are asked for."""
     started: list[str | None] = []
 
     def popen(command: list[str], *, env: dict[str, str], **options: Any) -> SimpleNamespace:

@@ -14,7 +14,14 @@ import pytest
 import torch
 import yaml
 
-from rlhf_kl.commands.findings import check_endings, check_rate, check_samples, check_targets, largest_update
+from rlhf_kl.commands.findings import (
+    check_endings,
+    check_rate,
+    check_samples,
+    check_targets,
+    largest_update,
+    run_time,
+)
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
@@ -54,10 +61,56 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert levels == {topic: {"fine"} for topic in fine}
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
     assert "6 updates of" in found["time"][0][1]
-    assert "--updates N makes another number" in found["time"][0][1]
+    assert "in all; `train --updates N` makes N" in found["time"][0][1]
     assert "100% of the most tokens possible, measured in one process; " in found["memory"][0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}
+
+
+def test_the_time_of_a_long_run_stands_beside_that_of_a_shorter_one() -> None:
+    """By hand: 60 * 143 + 7 * 30 + 19 seconds; 20 * 143 + 3 * 30 + 19."""
+    assert run_time(60, 10, 19.0, 143.0, 30.0) == "about 2:26:49 in all; `train --updates 20`: about 49:29"
+    assert run_time(20, 10, 19.0, 143.0, 30.0) == "about 49:29 in all; `train --updates N` makes N"
+
+
+def test_a_reward_that_fails_is_told_before_the_reference_is_sampled(
+    doctor: Doctor, rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.py").write_text("def broken(prompts, responses):\n    return [len(r) / 0 for r in responses]\n")
+    monkeypatch.setattr("rlhf_kl.build.start.sample_references", lambda *_: pytest.fail("sampled many responses"))
+    change = f"reward.kind={tmp_path / 'bad.py'}:broken"
+    (finding,) = doctor(change, code=2)["config"]
+    assert "reward: raised ZeroDivisionError" in finding[1]
+    done = rlhf_kl("train", "--config", tmp_path / "tiny.yaml", "--quiet", *sets(change))
+    assert done.code == 2
+    assert "reward: raised ZeroDivisionError" in done.err
+
+
+COUNTS = '''
+import random, torch
+class Counts:
+    """Its score depends on how often it was called, and on the library's random numbers."""
+    calls = 0
+    def __call__(self, prompts, responses):
+        self.calls += 1
+        return [self.calls + random.random() + float(torch.rand(())) + text.count("a") for text in responses]
+    def state_dict(self):
+        return {"calls": self.calls}
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+'''
+
+
+def test_to_try_the_reward_changes_nothing(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counts.py").write_text(COUNTS)
+    changes = (f"reward.kind={tmp_path / 'counts.py'}:Counts", "ppo.total_episodes=32", "eval.every=1")
+    train(tmp_path / "tried", *changes)
+    monkeypatch.setattr("rlhf_kl.build.start.try_reward", lambda *_: None)
+    train(tmp_path / "not", *changes)
+    scores = [[row["objective/scores"] for row in rows(tmp_path / name)[:2]] for name in ("tried", "not")]
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.commands.evaluate import _table
 from rlhf_kl.commands.evaluate import evaluate as command
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
@@ -19,6 +20,7 @@ from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
 
 TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents", "standard_errors"}
+TEXTS_HAVE = {"perplexity", "nats_per_token"}  # an error
 OF_BOTH = {"scores", "gold", "length", "eos_rate", "distinct_2"}
 POLICY_KEYS = OF_BOTH | {"kl_token", "kl_sequence", "forward_kl_token", "prompts", "responses", "texts"}
 
@@ -83,6 +85,22 @@ def test_the_texts_of_a_run_are_those_of_its_training_and_its_start_is_the_refer
     assert (start["kl_token"], start["perplexity"]) == pytest.approx((0.0, start["reference"]["perplexity"]), abs=1e-5)
     assert start["scores"] == pytest.approx(read["reference"]["scores"])
     assert start["standard_errors"]["length"] == pytest.approx(read["reference"]["standard_errors"]["length"])
+
+
+def test_a_single_held_out_prompt_tells_no_error(tiny_run: Path) -> None:
+    """The errors of an evaluation in the run are those of `eval`; those of texts are over the documents."""
+    found = evaluate(run=tiny_run, samples=40)
+    last = json.loads((tiny_run / "summary.json").read_text())["final"]
+    assert (found["prompts"], found["responses"]) == (1, 40)
+    assert {name for name, error in found["standard_errors"].items() if error is not None} == TEXTS_HAVE
+    assert last["eval/perplexity_stderr"] == pytest.approx(found["standard_errors"]["perplexity"], rel=1e-4)
+    assert last["eval/scores_stderr"] is last["eval/kl_token_stderr"] is None
+    table = " ".join(_table(found).split())
+    assert table.endswith(
+        "prompt tells no error. KL in nats. Forgetting: KL of the reference to the policy, per token."
+    )
+    several = " ".join(_table(found | {"prompts": 2}).split())
+    assert "±: one standard error over the prompts and documents. KL" in several
 
 
 def test_a_checkpoint_is_the_policy_after_its_update(tiny_run: Path, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_the_verdict_on_the_target(kls: list[float], mean_of: int, kl: str, scor
     assert figures["KL per token"].startswith(kl)
     assert (figures["score"], figures["held-out perplexity"], figures.get("score gain")) == (score, "3.50", gain)
     assert f"mean of the last {mean_of}" in figures["figures"]
+    figures, _ = train_closing(summary(kls) | {"score_error": 0.012}, TrainConfig())
+    assert figures["score"] == f"{score} (±0.012 at the end)"
 
 
 def test_the_share_of_the_most_is_that_of_the_gain_over_the_reference() -> None:

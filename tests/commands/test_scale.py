@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rlhf_kl.commands.scale import _median_texts
+from rlhf_kl.commands.scale import _median_texts, rise_error, usual_samples
 from rlhf_kl.ppo.evaluate import Samples
+from rlhf_kl.report.sweep import scaled_answer
 from tests.runs import updates
 
 Cli = Callable[..., Any]
@@ -21,7 +24,10 @@ Cli = Callable[..., Any]
 def run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Any]) -> Path:
     """A finished run of an adapter, far enough from its reference to be scaled."""
     folder = tmp_path_factory.mktemp("scale") / "tiny"
-    train(folder, "policy.lora={r: 4}", "ppo.learning_rate=5e-3", "kl.ceiling=null")
+    held = folder.with_name("held.jsonl")
+    held.write_text("".join(f'{{"prompt": "{prompt}"}}\n' for prompt in ("aa", "bb", "cab", "ddc", "bdcb")))
+    changes = ("policy.lora={r: 4}", "ppo.learning_rate=5e-3", "kl.ceiling=null", f"eval.prompts={held}")
+    train(folder, *changes)
     return folder
 
 
@@ -46,6 +52,9 @@ def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> 
     assert document["reference"]["perplexity"] == pytest.approx(full["reference"]["perplexity"], rel=1e-5)
     assert 0.3 < low["scale"] < half["scale"] < 1 < high["scale"] < 1.5
     assert document["too_far"] == [targets[3]]
+    assert (document["samples"], document["prompts"]) == (64, full["prompts"]) == (64, 5)
+    assert trained["standard_errors"]["kl"] == pytest.approx(full["standard_errors"]["kl_token"], rel=1e-3)
+    assert all(row["standard_errors"]["score_rise"] >= 0 for row in rows)
     # What was saved is on the line between the reference and the merged policy, and is an ordinary model.
     saved, start = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -96,6 +105,47 @@ def test_a_reference_of_other_weights_is_no_start_and_a_copy_of_the_same_is(
     train(tmp_path / "same", f"reference.model='{tmp_path}/copy'", *options)
     assert min(row["kl/scale"] for row in updates(tmp_path / "same")) < 1.0
     assert rlhf_kl("scale", tmp_path / "same", "--plugins", "--samples", "16", "--targets", "5e-4").code == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "samples", "why"),
+    [
+        ([0.24, 0.1, 0.3], 256, "each took 0.015 s in the run"),  # by hand: 0.24 / 16
+        ([2.0, 1.6, 90.0], 120, "each took 0.12 s in the run"),  # 15 / 0.125; one update was slow
+        ([30.0], 64, "each took 1.9 s in the run"),
+        ([], 256, "the run has no times"),
+    ],
+)
+def test_a_slow_model_gets_fewer_responses(seconds: list[float], samples: int, why: str) -> None:
+    rows = [{"step": 1, "time/rollout_s": each} for each in seconds] + [{"step": 2, "eval/perplexity": 3.0}]
+    assert usual_samples(rows, 16) == (samples, why)
+
+
+def test_the_default_is_told(run: Path, rlhf_kl: Cli) -> None:
+    done = rlhf_kl("scale", run, "--plugins", "--targets", "0.01", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["samples"] == 256
+    (line,) = (line for line in done.err.splitlines() if "responses at each target" in line)
+    assert re.search(r"256 responses at each target: each took [\d.e-]+ s in the run \(--samples N draws another", line)
+
+
+def test_what_prompts_have_in_common_is_no_error_of_a_rise() -> None:
+    """By hand: the rises of three prompts are 1, 2 and 3 on average, so the error is 1 / sqrt(3)."""
+    prompts, texts = [0, 0, 1, 1, 2, 2], [""] * 6
+    before = Samples(texts=texts, scores=[0.0, 5.0, 50.0, 40.0, 900.0, 800.0], prompts=prompts)
+    after = Samples(texts=texts, scores=[1.0, 6.0, 51.0, 43.0, 903.0, 803.0], prompts=prompts)
+    assert rise_error(before, after) == pytest.approx(1 / math.sqrt(3))
+    assert rise_error(before, Samples(texts=texts, prompts=prompts)) is None  # without scores
+
+
+def test_one_prompt_suggests_no_target() -> None:
+    row = {"target": 0.1, "scale": 1.0, **dict.fromkeys(("kl", "kl_sequence", "scores", "perplexity"), 1.0)}
+    row |= {"gold": None, "forward_kl_token": 0.1, "distinct_2": 0.5, "standard_errors": defaultdict(lambda: None)}
+    reference = {"scores": 0.0, "perplexity": 1.0, "distinct_2": 0.5}
+    document = {"unit": "token", "samples": 64, "rows": [row], "reference": reference, "too_far": []}
+    answers = [scaled_answer(document | {"prompts": prompts}, "runs/x")[0] for prompts in (1, 2)]
+    assert answers[0].startswith("One prompt suggests no target. What it found: 0.1 nats per token: ")
+    assert answers[1].startswith("Suggested target: 0.1 nats per token: ")
 
 
 def test_the_texts_are_next_to_the_median() -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -171,7 +172,7 @@ def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
         lengths = [draws.randint(1, 20) for _ in range(60)]
         kl = [draws.expovariate(1 / n) for n in lengths]
         texts = [" ".join(str(min(int(draws.expovariate(0.1)), 50)) for _ in range(n)) for n in lengths]
-        return Samples(kl, lengths, [True] * 60, texts, [1.0, math.nan] * 30, [1.0] * 60)
+        return Samples(kl, lengths, [True] * 60, texts, [1.0, math.nan] * 30, [1.0] * 60, prompts=list(range(60)))
 
     made = [drawn() for _ in range(300)]
     figures, errors = [figures_of(each, each, []) for each in made], [errors_of(each) for each in made]
@@ -190,6 +191,59 @@ def test_a_held_out_text_with_a_token_that_the_model_lacks_is_told(new_model: Ma
     wider.add_tokens(["<new>"])
     with pytest.raises(InputError, match=r"held-out texts: token 7 \('<new>'\) is outside the model's 7"):
         text_sums(LM(new_model()), wider, ["ab", "a<new>"])
+
+
+def few_prompts(draws: random.Random, prompts: int = 12, each: int = 15) -> Samples:
+    """Responses that differ between prompts: in KL, length, score (a few have none), ending and words."""
+    made = Samples()
+    for prompt in range(prompts):
+        level, words = draws.gauss(0, 1), [str(draws.randrange(60)) for _ in range(8)]
+        for _ in range(each + prompt % 2):
+            length = max(2, round(10 + 3 * level + draws.gauss(0, 2)))
+            made.prompts.append(prompt)
+            made.lengths.append(length)
+            made.kl.append(length * math.exp(0.3 * level + draws.gauss(0, 0.2)))
+            made.ended.append(draws.random() < 0.5 + 0.4 * math.tanh(level))
+            made.scores.append(level + draws.gauss(0, 0.5) if draws.random() < 0.9 else math.nan)
+            made.gold.append(draws.gauss(0, 1))  # alike for all prompts
+            made.texts.append(" ".join(draws.choices(words, k=length)))
+    return made
+
+
+def test_the_draws_are_prompts_with_all_of_their_responses() -> None:
+    """Beside a bootstrap that draws whole prompts, and (word pairs, which repeat in one) beside new samples.
+
+    Each with a tolerance that responses taken for independent draws miss.
+    """
+    draws = random.Random(1)
+    made = [few_prompts(draws) for _ in range(150)]
+    figures, errors = [figures_of(each, each, []) for each in made], [errors_of(each) for each in made]
+    single = [errors_of(replace(each, prompts=list(range(len(each.texts))))) for each in made]
+
+    def mean_square(every: list[dict[str, float | None]], name: str) -> float:
+        return math.sqrt(fmean((each[name] or math.nan) ** 2 for each in every))
+
+    for name in ("kl_token", "kl_sequence", "scores", "length", "eos_rate", "distinct_2"):
+        spread = stdev(figure[name] for figure in figures)
+        assert mean_square(errors, name) == pytest.approx(spread, rel=0.2), name
+        assert mean_square(single, name) < 0.6 * spread, name
+    assert mean_square(errors, "gold") == pytest.approx(mean_square(single, "gold"), rel=0.1)
+
+    one = few_prompts(draws, prompts=40)
+    places = [[i for i, of in enumerate(one.prompts) if of == prompt] for prompt in range(40)]
+    again = [one.pick([i for rows in draws.choices(places, k=40) for i in rows]) for _ in range(1000)]
+    found = [figures_of(each, each, []) for each in again]
+    told, apart = errors_of(one), errors_of(replace(one, prompts=list(range(len(one.texts)))))
+    for name in ("kl_token", "kl_sequence", "scores", "length", "eos_rate"):
+        spread = stdev(figure[name] for figure in found)
+        assert told[name] == pytest.approx(spread, rel=0.1), name
+        assert (apart[name] or math.nan) < 0.6 * spread, name
+
+
+def test_a_single_prompt_has_no_standard_error() -> None:
+    draws = random.Random(2)
+    assert set(errors_of(few_prompts(draws, prompts=1)).values()) == {None}
+    assert None not in errors_of(few_prompts(draws, prompts=2)).values()
 
 
 def test_the_parts_of_a_perplexity_are_those_of_its_documents(new_model: Make, letters: Any) -> None:

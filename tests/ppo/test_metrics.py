@@ -114,7 +114,8 @@ def test_one_response_has_no_standard_error() -> None:
     row = rollout_metrics(
         replace(BATCH, **alone, scores={"reward": BATCH.scores["reward"][:1]}, penalties={}), 0.5, config()
     )
-    assert {row[key] for key in ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")} == {None}
+    names = ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr", "objective/scores_stderr")
+    assert {row[key] for key in names} == {None}
 
 
 def test_responses_to_one_prompt_are_one_draw() -> None:
@@ -125,7 +126,7 @@ def test_responses_to_one_prompt_are_one_draw() -> None:
     in_twos = TrainConfig.model_validate(
         {"kl": {"target": 0.1, "ceiling": None}, "ppo": {"advantage": "rloo"}, "rollout": {"samples_per_prompt": 2}}
     )
-    keys = ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr")
+    keys = ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr", "objective/scores_stderr")
     once, row = (
         rollout_metrics(replace(BATCH, **tensors, penalties={}, group=group), 0.5, settings)
         for tensors, group, settings in (({}, 1, config()), (twice, 2, in_twos))

@@ -104,7 +104,7 @@ def test_a_sweep_of_targets_names_the_one_with_the_highest_gold(write_run: Write
     assert lines[2].endswith("The true score is highest (3.00) at 0.2.")
     assert lines[3].startswith("KL targets per token: held by target-0.05, target-0.1, ")
     score, perplexity, _ = target_charts(sweep_of(comparison))  # forgetting is unknown
-    assert [line.label for line in score.lines] == ["score", "true score (gold)"]
+    assert [line.label for line in score.lines] == ["score", "true score"]
     assert score.lines[1].x == [0.05, 0.1, 0.2, 0.4]
     assert score.lines[1].y == pytest.approx([1.0, 2.9, 3.0, 0.0])
     assert [line.y[0] for line in perplexity.lines[1:]] == pytest.approx([3.05, 2.5 * 3.05], rel=0.1)

@@ -4,12 +4,33 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.report.control import closing_figures, control_figures, is_update, verdict_text, worth
+from rlhf_kl.report.control import (
+    closing_figures,
+    control_figures,
+    is_update,
+    score_error,
+    score_text,
+    verdict_text,
+    worth,
+)
 
 
 def test_the_closing_evaluation_is_no_update() -> None:
     assert is_update({"step": 3, "kl/error": None})
     assert not is_update({"step": 4, "eval/perplexity": 3.0})
+
+
+def test_the_score_at_the_end_has_the_error_of_its_batches() -> None:
+    """By hand: of four batches the second half, errors of 0.3 and 0.4: 0.5 / 2."""
+    rows: list[dict[str, Any]] = [
+        {"kl/error": 0.0, "objective/scores": 1.0, "objective/scores_stderr": each} for each in (9.0, 9.0, 0.3, 0.4)
+    ]
+    closing = {"eval/scores": 1.0}
+    assert score_error([*rows, closing]) == pytest.approx(0.25)
+    assert score_error([*rows[:3], {"kl/error": 0.0}, closing]) is None
+    assert score_error([]) is None
+    assert score_text((0.8, 3.4), 0.25) == "0.800 -> 3.40 (±0.250 at the end)"
+    assert score_text((0.8, 3.4), None) == "0.800 -> 3.40"
 
 
 def row(scores: float | None, kl: float, coef: float, target: float = 1.0) -> dict[str, Any]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import combinations, pairwise
+from math import dist
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 from matplotlib.image import imread
 
-from rlhf_kl.report.drawing import COLOURS, Chart, Line, for_dark_pages, marks, save_sheet, svg, thin
+from rlhf_kl.report.charts import Style, variant_styles
+from rlhf_kl.report.drawing import COLOURS, MANY, Chart, Line, for_dark_pages, marks, save_sheet, svg, thin
 
 NAME = "<script>$x_1$ 字"
 LINES = [  # a log axis cannot show 0
@@ -34,6 +39,32 @@ def test_svg_is_xml_that_takes_its_colours_from_the_page() -> None:
         f"update 3: {NAME} 0.200, end 0.400",
     ]
     assert svg(CHART) == text
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """CIE L*a*b* of a colour, in which equal distances look alike."""
+    r, g, b = (((c + 0.055) / 1.055) ** 2.4 for c in (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)))
+    xyz = (0.434 * r + 0.376 * g + 0.19 * b, 0.213 * r + 0.715 * g + 0.072 * b, 0.018 * r + 0.109 * g + 0.873 * b)
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_up_to_twelve_variants_have_a_colour_each() -> None:
+    """Of more, those of one colour differ in dash and marker; next to each other in the legend dashes differ."""
+
+    def styles(count: int) -> list[Style]:
+        variants: Any = SimpleNamespace(variants=[SimpleNamespace(name=str(i)) for i in range(count)])
+        return list(variant_styles(variants).values())
+
+    for count in range(1, 13):
+        assert len({style.tint for style in styles(count)}) == count
+    assert {style.dash for style in styles(6)} == {"solid"}
+    assert all(a.dash != b.dash for a, b in pairwise(styles(12)))
+    assert len({(style.tint, str(style.dash)) for style in styles(24)}) == 24
+    assert len({(style.tint, style.marker) for style in styles(24)}) == 24
+    for page in (0, 1):
+        colours = [lab(COLOURS[name][page]) for name in MANY]
+        assert min(dist(a, b) for a, b in combinations(colours, 2)) > 20  # 2 can just be told apart, side by side
 
 
 def test_every_value_that_was_tried_has_its_label() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
+from itertools import combinations
 from statistics import fmean
 
 import pytest
@@ -81,6 +83,24 @@ def test_the_interval_of_student(count: int, quantile: float) -> None:
     sd = math.sqrt(sum((v - fmean(values)) ** 2 for v in values) / (count - 1))
     assert interval_half(values) == pytest.approx(quantile * sd / math.sqrt(count), rel=2e-4)
     assert interval_half([1.0, 2.0, 3.0, 4.0]) is None
+
+
+def test_many_pairs_without_a_difference_are_rarely_called_different() -> None:
+    """Of three groups alike: one of 20 comparisons at most names a difference, though it looks at three pairs."""
+    draws, wrong, alone = random.Random(0), 0, 0
+    for _ in range(400):
+        values = [[draws.gauss(0, 1) for _ in range(6)] for _ in range(3)]
+        gaps = [[a - b for a, b in zip(one, other, strict=True)] for one, other in combinations(values, 2)]
+        wrong += any(abs(fmean(gap)) > (interval_half(gap, 3) or 0.0) for gap in gaps)
+        alone += any(abs(fmean(gap)) > (interval_half(gap) or 0.0) for gap in gaps)
+    assert wrong <= 0.05 * 400 < 0.08 * 400 < alone
+
+
+def test_the_intervals_of_all_pairs_of_a_comparison_hold_together(grid: Grid) -> None:
+    ends = {name: (kind, 0.2, 0.1) for name, kind in (("a", "adaptive"), ("b", "pid"), ("c", "dual"))}
+    three, two = grid(ends).equal_kl, grid({"d": ends["a"], "e": ends["b"]}).equal_kl
+    assert {entry.together for entry in three} == {3}
+    assert {entry.together for entry in two} == {1}
 
 
 # ---- curves of which the truth is known, read between a few of their points

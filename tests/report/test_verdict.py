@@ -110,6 +110,19 @@ def test_a_score_that_may_still_rise_meets_no_limit(error: float, target: float)
     assert (found.target, "rises 0% as fast" in found.reason) == (target, target == 0.1)
 
 
+@pytest.mark.parametrize(("rise_error", "target"), [(0.01, 0.1), (0.3, 0.2), (None, 0.2)])
+def test_a_rise_between_the_same_prompts_has_an_error_of_its_own(rise_error: float | None, target: float) -> None:
+    """Each score is unsure by 0.2, since prompts differ; how far it rises from target to target may be surer."""
+    figures: dict[str, Figure] = dict.fromkeys(FIGURES, (None, None))
+    points = [
+        SweepPoint(each, figures | {"kl_sequence": (root**2, 0.1), "scores": (gain, 0.2)}, gain, rise_error=rise_error)
+        for each, root, gain in ((0.05, 1.0, 1.0), (0.1, 2.0, 2.0), (0.2, 3.0, 1.95))
+    ]
+    found = recommend(Sweep("token", points, {"perplexity": None, "distinct_2": None}, ""))
+    assert found is not None
+    assert found.target == target
+
+
 @pytest.mark.parametrize(
     ("kls", "words"),
     [

@@ -104,7 +104,7 @@ class RewardSection(ScorerSection):
     time_limit: Positive | None = None
     """Seconds that a reward function may take per batch, in a separate thread; null = no limit, in the main thread."""
     gold: OptionalScorer = None
-    """A second scorer whose scores are only logged; builtin:reviews has its own."""
+    """A second scorer, which gives the true score: it is only logged. builtin:reviews has its own."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
