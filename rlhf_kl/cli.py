@@ -15,10 +15,10 @@ import typer
 
 from rlhf_kl.commands import compare, config, doctor, evaluate, generate, guide, init, scale, simulate, train
 from rlhf_kl.commands.options import Command, Group
-from rlhf_kl.errors import FAMILIAR, Interrupted, RlhfKlError
+from rlhf_kl.errors import FAMILIAR, InputError, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import hide_library_warnings, shell_command, wait_without_spinning
-from rlhf_kl.text import safe_text
+from rlhf_kl.text import safe_text, whole
 
 TRAINING = {  # commands that take a config, and one that comes along
     "train": "smoke.yaml",
@@ -83,6 +83,8 @@ def run(arguments: Sequence[str]) -> int:
     if arguments[0] in TRAINING and arguments[1:] and not arguments[1].startswith("-") and arguments[0] != "compare":
         arguments[1:1] = [] if any(re.match("--config|-c", word) for word in arguments) else ["--config"]  # `train x`
     try:
+        for word in arguments:
+            _require_text(word)
         result: Any = app(arguments, prog_name=shell_command(), standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return result if isinstance(result, int) else 0
@@ -116,6 +118,14 @@ def run(arguments: Sequence[str]) -> int:
         if not _follows():
             print(f"error: {_usage_error(error, arguments)}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
+
+
+def _require_text(word: str) -> None:
+    """Errors: InputError for bytes that are no UTF-8: no prompt can hold them, and no config the name of a file."""
+    try:
+        whole(word)
+    except ValueError as error:
+        raise InputError(f"command line: is no UTF-8 text: {word!r:.80}") from error
 
 
 def _follows() -> bool:

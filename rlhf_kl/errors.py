@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,8 +115,17 @@ def suggestion(word: str, names: Iterable[str], prefix: str = "") -> str:
     return f"; valid: {', '.join(names)}" if names else ""
 
 
+def is_address(name: str | Path) -> bool:
+    """Whether a name is written as an address (`s3://bucket/x`), of whose slashes a `Path` keeps one."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(name)) is not None
+
+
 def no_such_file(name: str | Path, *folders: Path) -> InputError:
     """The error of a file that is in none of the folders (default: the working directory), with the nearest one."""
+    if is_address(name):
+        return InputError(
+            f"{name} is an address: only local files and ids of the hub (owner/name) are read; download it"
+        )
     given, places = Path(name).expanduser(), list(dict.fromkeys(folders or [Path.cwd()]))
     names = [file.name for place in places for file in (place / given.parent).glob("*")]
     hint = "" if given.is_absolute() else f" (looked in {' and '.join(map(str, places))})"

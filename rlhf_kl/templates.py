@@ -39,11 +39,16 @@ def fill(template: str, row: Mapping[str, Any], where: str) -> str:
     return template.format_map(values)
 
 
-def column(row: Mapping[str, Any], name: str, where: str) -> Any:
-    """A column of a row. Errors: InputError with the most similar column."""
+def column(row: Mapping[str, Any], name: str, where: str, key: str = "") -> Any:
+    """A column of a row; `key`: what names it, as it is written in front of the name.
+
+    Errors: InputError with the most similar column.
+    """
     if name not in row:
         names = [str(key) for key in row]
         close = nearest(name, names)
         hint = f"; did you mean {close}?" if close else f" (it has {', '.join(names[:12]) or 'none'})"
+        if key and names and not close:
+            hint += f"; set {key} {names[0] if len(names) == 1 else 'one of them'}"
         raise InputError(f"{where} has no column {name!r}{hint}")
     return row[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import shutil
 import sys
@@ -27,6 +28,30 @@ def safe_text(text: str, *, keep_newlines: bool = False) -> str:
         char if char in kept or unicodedata.category(char) not in _UNSAFE else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def utf8(data: bytes) -> str:
+    """The text of a file, without a byte order mark. Errors: ValueError, with the line and what to do."""
+    try:
+        return data.decode("utf-8-sig")  # a spreadsheet puts the mark in front
+    except UnicodeDecodeError as error:
+        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        line = data.count(b"\n", 0, error.start) + 1
+        place = ", but UTF-16" if wide else f" (line {line}, byte {error.start})"
+        raise ValueError(f"is not UTF-8 text{place}: save it as UTF-8") from error
+
+
+def whole(text: str) -> str:
+    """A text whose pairs of surrogates are one character each.
+
+    Errors: ValueError for half of a pair, which no file of UTF-8 and no tokenizer can hold. It comes where a text was
+    cut between two units of UTF-16, and from bytes of a command line that are no UTF-8.
+    """
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        lone = next(i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff")
+        raise ValueError(f"half of a surrogate pair is no text: {text[max(0, lone - 40) : lone + 1]!r}") from None
 
 
 def stdout_width() -> int | None:

@@ -29,6 +29,7 @@ class Prompts:
     ids: list[list[int]]  # tokens as the policy reads them
     rows: list[Mapping[str, Any]]  # of the data set
     messages: list[Conversation]  # empty where the row has none
+    rendered: list[str] = field(default_factory=list)  # as the chat template writes them; empty: the texts as they are
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -40,7 +41,7 @@ class Prompts:
 
     def pick(self, indices: Sequence[int]) -> Prompts:
         """The prompts with these indices, in this order."""
-        return Prompts(*([column[i] for i in indices] for column in vars(self).values()))
+        return Prompts(*([column[i] for i in indices] if column else [] for column in vars(self).values()))
 
 
 class Responses(NamedTuple):

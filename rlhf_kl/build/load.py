@@ -28,6 +28,7 @@ from rlhf_kl.models.lora import (
     LANGUAGE_MODEL,
     adapter_base,
     add_adapter,
+    blame_base,
     is_adapter,
     load_adapter,
     merge,
@@ -95,7 +96,8 @@ class Loader:
         folder = self.folder(ref)
         if not is_adapter(folder):
             return Loaded(load_causal_lm(folder, access), load_tokenizer(folder, access), folder, False)
-        base = self._language_model(adapter_base(folder), self.access)  # which may itself be an adapter
+        with blame_base(folder):
+            base = self._language_model(adapter_base(folder), self.access)  # which may itself be an adapter
         model = load_adapter(base.model, folder)
         tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
         return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
@@ -139,7 +141,8 @@ class Loader:
         """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model."""
         require_classifier_adapter(folder)
         ref = adapter_base(folder)
-        base = self.folder(ref)
+        with blame_base(folder):
+            base = self.folder(ref)
         if is_classifier(base):
             tokenizer = load_tokenizer(base, self.access)
             model = load_reward_model(base, self.access, label)

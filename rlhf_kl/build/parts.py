@@ -32,7 +32,7 @@ from rlhf_kl.models.load import (
     texts_fingerprint,
     tokenizer_fingerprint,
 )
-from rlhf_kl.models.lora import AdapterReference, adapter_base, has_adapter
+from rlhf_kl.models.lora import AdapterReference, adapter_base, blame_base, has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.models.value import (
     ActorCritic,
@@ -99,7 +99,7 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     files = with_files(config, ("data", "eval"))
     held = config.eval
     rows = sets.prompts(files.data, files.eval)
-    read = partial(read_texts, column=held.column)
+    read = partial(read_texts, column=held.column, key="eval.column:")
     texts = sets.load("eval.texts", files.eval.texts, held.split, read, held.most_texts)
     config = with_files(config)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
@@ -159,6 +159,7 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
     policy = loaded.model
     with blame("reference.model"):
         folder = loaded.folder if ref is None else loader.folder(ref)
+    with blame_base(loaded.folder):
         is_base = loaded.began_as_adapter and folder == loader.folder(adapter_base(loaded.folder))
     if ref is None or folder == loaded.folder or is_base:
         if has_adapter(policy):
@@ -189,6 +190,11 @@ def build_prompts(
     kept = usable_prompts("eval.prompts", kept_rows, policy, tokenizer, room, form)
     if kept_rows is not train_rows:  # prompts that were cut short may have become the same
         numbered, held = (list(enumerate(map(tuple, prompts.ids))) for prompts in (train, kept))
+        if {ids for _, ids in numbered} <= {ids for _, ids in held}:
+            raise InputError(
+                "data.prompts: as tokens, every prompt is a held-out one too: the policy's tokenizer (or "
+                f"data.first_tokens) leaves no more of {train.texts[0][:60]!r} than {train.ids[0][:8]}"
+            )
         rest, _ = sets.divided("data.prompts", numbered, held, lambda pair: pair[1])
         train = train.pick([number for number, _ in rest])
     return train, kept

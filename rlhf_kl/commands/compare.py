@@ -10,7 +10,7 @@ from zlib import crc32
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.options import Overwrite, Quiet, Set, Updates, check_updates
+from rlhf_kl.commands.options import Overwrite, Quiet, Set, Updates, check_updates, local
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import stdout_width
 from rlhf_kl.ui import log
@@ -29,7 +29,12 @@ def compare(
     set_: Set = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", metavar="DIR", help="Of the result (default: runs/NAME, or runs/compare/RUNS)."),
+        typer.Option(
+            "--output-dir",
+            metavar="DIR",
+            callback=local,
+            help="Of the result (default: runs/NAME, or runs/compare/RUNS).",
+        ),
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")

@@ -139,6 +139,7 @@ def _prompts(
     from rlhf_kl.commands.stored import located
     from rlhf_kl.config.schema.train import PromptsSection
     from rlhf_kl.data import sets
+    from rlhf_kl.data.files import read_lines
     from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.data.texts import PromptRow, read_prompts
     from rlhf_kl.models.load import context_length
@@ -147,7 +148,7 @@ def _prompts(
     form = config.data.model_copy(update={"first_tokens": None})  # a prompt that was typed is not cut
     key, rows = "--prompt", [PromptRow(text, {}) for text in texts]
     if file == "-":
-        key, rows = "--prompts -", [PromptRow(line, {}) for line in sys.stdin.read().splitlines()]
+        key, rows = "--prompts -", [PromptRow(row["text"], {}) for row in read_lines(sys.stdin.buffer.read(), "stdin")]
     elif file is not None:
         key, ref = "--prompts", located(file)
         section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat_template)

@@ -59,7 +59,8 @@ class HeldOut:
         held = config.eval
         ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
         limit = held.most_texts if texts is None else None  # it does not limit a named file
-        read = partial(read_texts, column=column or held.column)
+        named_by = "--column" if texts else "eval.column:"
+        read = partial(read_texts, column=column or held.column, key=named_by)
         self.documents = sets.load(key, world_file(ref, "heldout"), held.split, read, limit)
         self.rows = tuple[list[PromptRow], ...]()  # of prompts: to train on, held out
         self.scorers = NO_SCORERS

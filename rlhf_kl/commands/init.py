@@ -9,11 +9,14 @@ from typing import Annotated
 
 import typer
 
+from rlhf_kl.commands.options import local
 from rlhf_kl.errors import InputError
 from rlhf_kl.program import shell_command, short_path
 
 
-def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where (default: here).")] = Path()) -> None:
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", callback=local, help="Where (default: here).")] = Path(),
+) -> None:
     """Begin a run of your own: copy a config, a reward function, prompts and texts. Nothing is overwritten."""
     from rlhf_kl.config.paths import shipped_configs
 

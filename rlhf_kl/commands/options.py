@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, is_address
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import Kind
@@ -29,13 +29,23 @@ class PlainFlags:
 Command: Any = type("Command", (PlainFlags, TyperCommand), {})
 Group: Any = type("Group", (PlainFlags, TyperGroup), {})
 
+
+def local(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """A path to write to. Errors: InputError for an address, which would become a folder called `s3:`."""
+    if path is not None and is_address(path):
+        raise InputError(f"{param.opts[0]} {path}: must be on a local disk: write there and sync it")
+    return path
+
+
 Config = Annotated[
     str, typer.Option("--config", "-c", metavar="FILE", help="YAML: a path, a name in configs/, or a shipped config.")
 ]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: --set kl.target=0.05. Repeatable.")
 ]
-OutputDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run (default: runs/NAME).")]
+OutputDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", callback=local, help="Folder of the run (default: runs/NAME).")
+]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed, instead of the config's run.seed.")]
 Updates = Annotated[int | None, typer.Option(min=1, metavar="N", help="Updates, instead of ppo.total_episodes.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint; start if there is none.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf_kl.commands.options import Set, numbers
+from rlhf_kl.commands.options import Set, local, numbers
 from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def simulate(
     target: Annotated[float | None, typer.Option(min=1e-9, help="Target KL in nats.")] = None,
     coef: Annotated[float | None, typer.Option(help="Starting beta.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list of rows.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw KL and beta.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=local, help="Draw KL and beta.")] = None,
 ) -> None:
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
     from rlhf_kl.config.load import load_config

@@ -84,7 +84,7 @@ def check_given(models: Mapping[str, str | None], key: str, data: str | None, na
     with collected(problems), blame(key):
         if data is not None and is_file_name(located(data)):
             for row in read_rows(Path(located(data)))[:1]:
-                column(row, text_column(data, name), f"{data}: row 1")
+                column(row, text_column(data, name), f"{data}: row 1", "--column")
     refuse(*problems)
 
 

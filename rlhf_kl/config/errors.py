@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -102,7 +102,8 @@ def _describe(error: ValidationError, model: type[Section], raw: dict[str, Any])
         elif kind != "default_factory_not_called":  # which follows from another problem
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
-            found[path] = [f"{path} must be {' or '.join(phrases)}: {_shown(value)}"]
+            null = ["null"] if _may_be_null(_section(model, parents), key) else []
+            found[path] = [f"{path} must be {' or '.join([*phrases, *null])}: {_shown(value)}"]
     return found
 
 
@@ -118,9 +119,19 @@ def _place(loc: tuple[int | str, ...], raw: Any) -> tuple[list[str], str]:
 
 
 def _section(model: type[Section], names: Sequence[str]) -> type[Section]:
+    """The section below these keys."""
     for name in names:
-        model = section_of(model.model_fields[name].annotation) or model
+        field = model.model_fields.get(name)  # None: a name of the user's, as in reward.terms.NAME
+        if field is not None:
+            options = (field.annotation, *get_args(field.annotation))
+            model = next(filter(None, map(section_of, options)), model)
     return model
+
+
+def _may_be_null(section: type[Section], key: str) -> bool:
+    """Whether null is a value of this key; pydantic does not say so."""
+    field = section.model_fields.get(key)
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 def _hint(key: str, parents: Sequence[str], model: type[Section]) -> str:

@@ -13,7 +13,7 @@ from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.config.schema.kl import ControllerSection
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.config.schema.train import PPOSection
-from rlhf_kl.config.yaml import dump_yaml, located, parse_yaml, read_yaml
+from rlhf_kl.config.yaml import DEEPEST, dump_yaml, located, parse_yaml, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.kl_controllers import stored_name
 
@@ -133,7 +133,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]
     for text in overrides:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
-        if not equals or not all(parts):
+        if not equals or not all(parts) or len(parts) > DEEPEST:
             problems.append(f"--set {text!r}: write section.key=value")
             continue
         with collected(problems):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_kl.builtin.world import is_builtin, world_spec
 from rlhf_kl.config.yaml import Text
-from rlhf_kl.errors import InputError, nearest, no_such_file
+from rlhf_kl.errors import InputError, is_address, nearest, no_such_file
 from rlhf_kl.plugins import is_reference, look_up, reference_file
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
@@ -41,8 +41,8 @@ def find_config(name: str | Path, *, folder: Path | None = None, but: Path | Non
 
 
 def looks_like_path(value: str) -> bool:
-    """Whether a value can only be a path, also where there is no such file."""
-    return value.startswith((".", "/", "~")) or value.lower().endswith((*DATA_SUFFIXES, ".gguf"))
+    """Whether a value can only be a path or address, also where there is no such file."""
+    return is_address(value) or value.startswith((".", "/", "~")) or value.lower().endswith((*DATA_SUFFIXES, ".gguf"))
 
 
 def source(value: Any) -> Any:

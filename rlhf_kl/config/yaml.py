@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.text import utf8, whole
 
+DEEPEST = 50  # levels of a mapping or list
 TAG = "tag:yaml.org,2002:"
 # What a text without quotes is, as in YAML 1.2; anything else is text.
 _PLAIN = {
@@ -41,6 +43,29 @@ def located(value: Any, *folders: Path) -> Any:
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012 -- without those of YAML 1.1
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        if self.depth > DEEPEST:
+            problem = f"nested more than {DEEPEST} levels deep"
+            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ARG002
+        if node in self.recursive_objects:
+            raise yaml.constructor.ConstructorError(
+                problem="holds itself, through an alias (*)", problem_mark=node.start_mark
+            )
+        return super().construct_object(node, deep=True)  # at once: so what holds itself is found
+
+    def construct_scalar(self, node: Any) -> Any:
+        try:
+            return whole(super().construct_scalar(node))
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(problem=str(error), problem_mark=node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set[str]()
@@ -77,11 +102,11 @@ _Dumper.add_representer(Text, _represent_text)
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a file. Raises InputError: unreadable, not YAML, not a mapping."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = utf8(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
     value = parse_yaml(text, where=str(path))
     if not isinstance(value, dict):
         raise InputError(f"{path}: {'empty: ' if value is None else ''}must be a mapping (key: value)")

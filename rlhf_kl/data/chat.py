@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf_kl.errors import InputError, nearest
 from rlhf_kl.types import Conversation, Prompt
+
+OF_SYSTEM = ("system", "developer")  # roles of a message before the turns
+SENTINEL = "a text that no template has"
 
 
 def is_conversation(value: Any) -> bool:
@@ -32,11 +36,11 @@ class Unusable(Exception):
 def split_conversation(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt | None, str | None]:
     """The prompt before the last answer, and that answer; None for each that is missing.
 
-    A single user turn is a plain text. A longer prompt has an optional system message, then turns.
-    Errors: Unusable for any other shape.
+    A single user turn is a plain text. A longer prompt has an optional message of the system, or of the developer (a
+    newer word for it), then turns. Errors: Unusable for any other shape.
     """
     turns = [(str(message["role"]), _content(message)) for message in messages]
-    roles = [role for role, _ in turns[turns[0][0] == "system" :]]  # without a system message
+    roles = [role for role, _ in turns[turns[0][0] in OF_SYSTEM :]]  # without a system message
     in_turn = roles == ["user" if i % 2 == 0 else "assistant" for i in range(len(roles))]
     if not roles or not (in_turn or [role for role, _ in turns] == ["assistant"]):
         raise Unusable(f"roles out of turn: {', '.join(role for role, _ in turns)}")
@@ -73,6 +77,27 @@ def chat_exchange(tokenizer: Any, prompt: Prompt, response: str, system: str | N
     return _apply(tokenizer, turns, options, answer=False)
 
 
+def opening(tokenizer: Any, system: str | None, options: Mapping[str, Any]) -> str:
+    """What a prompt has behind the text that the template writes before an answer: `<think>` of a model that reasons.
+
+    A policy is asked with it, so it is no part of its responses.
+    """
+    asked, exchange = (
+        chat_prompt(tokenizer, "a", system, options),
+        chat_exchange(tokenizer, "a", SENTINEL, system, options),
+    )
+    before, found, _ = exchange.rpartition(SENTINEL)
+    return asked[len(before) :] if found and asked.startswith(before) else ""
+
+
+def without_opening(response: str, opened: str) -> str | None:
+    """A response without the `opening` that it repeats, whatever line breaks surround it; None if it does not."""
+    word, text = opened.strip(), response.lstrip()
+    if not word or not text.startswith(word):
+        return None
+    return text.removeprefix(word).removeprefix(opened[len(opened.rstrip()) :])
+
+
 def require_chat_template(tokenizer: Any, where: str, options: Iterable[str] = ()) -> None:
     """Errors: InputError where the tokenizer has no chat template, or where that reads no variable of these names."""
     template = getattr(tokenizer, "chat_template", None)
@@ -91,10 +116,28 @@ def require_chat_template(tokenizer: Any, where: str, options: Iterable[str] = (
 
 def _turns(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
     turns = [{"role": role, "content": content} for role, content in turns_of(prompt)]
-    return turns if system is None or turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
+    own = system is None or turns[0]["role"] in OF_SYSTEM
+    return turns if own else [{"role": "system", "content": str(system)}, *turns]
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> str:
+    """Messages in the words of the template; a developer's is the system's where the template does not write it."""
+    first, *rest = messages
+    if first["role"] == "developer":
+        messages = [first | {"role": _role_of_developer(tokenizer, rest, options)}, *rest]
+    return _written(tokenizer, messages, options, answer=answer)
+
+
+def _role_of_developer(tokenizer: Any, rest: list[dict[str, str]], options: Mapping[str, Any]) -> str:
+    """The role in which the template writes a message in front of the others. Errors: InputError where in none."""
+    for role in ("developer", "system"):
+        with contextlib.suppress(InputError):  # it refuses the role
+            if SENTINEL in _written(tokenizer, [{"role": role, "content": SENTINEL}, *rest], options, answer=True):
+                return role
+    raise InputError("chat template: it writes no message of a developer, nor of the system")
+
+
+def _written(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> str:
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **options)
     except Exception as error:  # the template is other people's code

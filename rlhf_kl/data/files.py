@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
-from rlhf_kl.errors import InputError, no_such_file, suggestion
+from rlhf_kl.errors import InputError, collected, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name
+from rlhf_kl.text import utf8, whole
 
 Row = dict[str, Any]
+SAVED = ("state.json", "dataset_dict.json")  # of `save_to_disk`: of one data set, and of one with splits
 
 
 def load_rows(ref: str, split: str) -> list[Row]:
-    """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`) or a folder with data files.
+    """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`), or of a folder.
 
-    `split` is written as for the datasets library, "train[:1000]", and not read for a file. Errors: InputError.
+    A folder holds data files, or what `save_to_disk` wrote. `split` is written as for the datasets library,
+    "train[:1000]"; it is not read for a file. Errors: InputError.
     """
     return read_rows(Path(ref)) if is_file_name(ref) else _read_dataset(ref, split)
 
@@ -36,18 +39,26 @@ def read_rows(path: Path) -> list[Row]:
     Errors: InputError with file and line.
     """
     if not path.is_file():
-        raise no_such_file(path)
+        raise InputError(f"{path}: is no ordinary file") if path.exists() else no_such_file(path)
     suffix = path.suffix.lower()
     if suffix not in DATA_SUFFIXES:
         raise InputError(f"{path}: unknown file type, use one of {' '.join(DATA_SUFFIXES)}")
     if suffix == ".parquet":
         return _read_parquet(path)
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # a spreadsheet puts a byte order mark in front
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is not UTF-8 text (byte {error.start})") from error
     reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[suffix]
-    return list(reader(text, str(path)))
+    return list(reader(_text(path.read_bytes(), str(path)), str(path)))
+
+
+def read_lines(data: bytes, where: str) -> list[Row]:
+    """The rows of the content of a .txt file. Errors: InputError."""
+    return list(_txt(_text(data, where), where))
+
+
+def _text(data: bytes, where: str) -> str:
+    try:
+        return utf8(data)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def text_column(ref: str, column: str) -> str:
@@ -63,31 +74,62 @@ def checked_text(value: Any, where: str) -> str:
 
 
 def _jsonl(text: str, where: str) -> Iterator[Row]:
-    for number, line in enumerate(text.split("\n"), 1):
+    if text.lstrip().startswith("["):  # a list, which belongs into a .json file
+        yield from _json(text, where)
+        return
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            yield _mapping(_parse(line, f"{where}, line {number}"), f"{where}, line {number}")
+            try:
+                row = _parse(line, f"{where}, line {number}")
+            except InputError as error:
+                last = number == len(lines)  # without a line break behind it
+                cut = last and isinstance(error.__cause__, json.JSONDecodeError)
+                raise InputError(f"{error}{'; the file ends here: was it cut?' * cut}") from error
+            yield _mapping(row, f"{where}, line {number}")
 
 
 def _json(text: str, where: str) -> Iterator[Row]:
-    rows = _parse(text, where)
+    if not text.strip():
+        return
+    try:
+        rows = _parse(text, where)
+    except InputError:
+        if not _is_object(text.lstrip().partition("\n")[0]):
+            raise
+        yield from _jsonl(text, where)
+        return
     if not isinstance(rows, list):
-        raise InputError(f"{where}: holds a {type(rows).__name__}, not a list of rows")
+        inside = [key for key, value in rows.items() if isinstance(value, list)] if isinstance(rows, dict) else []
+        hint = f"; keep only the list under {inside[0]!r}" if inside else ""
+        raise InputError(f"{where}: holds a {type(rows).__name__}, not a list of rows or one row a line{hint}")
     for number, row in enumerate(rows, 1):
         yield _mapping(row, f"{where}, row {number}")
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _csv(text: str, where: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # characters in a cell; by default 131,072
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
+        names = list(reader.fieldnames or [])
+        if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
+            raise InputError(f"{where}: line 1: the header names {twice[0]!r} more than once")
+        if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
+            raise InputError(f"{where}: line 1: separate columns with commas, not {mark!r}: {names[0]!r:.80}")
         for row in reader:
             if None in row:  # DictReader's key for cells without a column
-                columns = len(row) - 1
-                cells = columns + len(row[None])
-                raise InputError(f"{where}: line {reader.line_num}: {cells} cells for {columns} columns")
+                cells = len(names) + len(row[None])
+                raise InputError(f"{where}: line {reader.line_num}: {cells} cells for {len(names)} columns")
             yield row
     except csv.Error as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"{where}: line {reader.line_num + 1}: {error}") from error  # where its row begins
 
 
 def _txt(text: str, _where: str) -> Iterator[Row]:
@@ -101,20 +143,27 @@ def _read_parquet(path: Path) -> list[Row]:
 
     try:
         return list(pyarrow.parquet.read_table(path).to_pylist())
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: a text that is no UTF-8
         raise InputError(f"{path}: cannot be read as parquet: {error}") from error
 
 
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " * ("\n" in text)
+        raise InputError(f"{where}: is not JSON: {error.msg} ({line}column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, lists in lists
         raise InputError(f"{where}: is not JSON: {error}") from error
 
 
 def _mapping(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise InputError(f"{where}: is a {type(row).__name__}, not a mapping of columns")
+    try:
+        whole(json.dumps(row, ensure_ascii=False))  # every text in it, wherever it stands
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from error
     return row
 
 
@@ -128,10 +177,26 @@ def _read_dataset(ref: str, split: str) -> list[Row]:
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     datasets.utils.disable_progress_bars()
     try:
+        if _is_saved(ref):
+            return _saved_rows(ref, split)
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
+        return [dict(row) for row in data]
     except Exception as error:  # the library raises a dozen kinds
         raise InputError(f"{ref}: {_reason(error, ref, split)}") from error
-    return [dict(row) for row in data]
+
+
+def _is_saved(folder: str) -> bool:
+    return any((Path(folder) / file).is_file() for file in SAVED)
+
+
+def _saved_rows(folder: str, split: str) -> list[Row]:
+    """The rows of a split that `save_to_disk` wrote; the name of the split is not read where there is only one."""
+    import datasets
+
+    data = datasets.load_from_disk(folder)
+    parts = data if isinstance(data, datasets.DatasetDict) else {re.split(r"[\[(+]", split)[0]: data}
+    asked = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
+    return [dict(row) for one in asked for row in parts[one.splitname].select(range(one.from_, one.to))]
 
 
 def _reason(error: Exception, ref: str, split: str) -> str:
@@ -139,4 +204,15 @@ def _reason(error: Exception, ref: str, split: str) -> str:
     if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
         names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
         return f"has no split {split!r}{suggestion(split, names)}"
-    return f"cannot be read: {text}; {no_such_file(ref)}"
+    if not Path(ref).is_dir():
+        return f"cannot be read: {text}; {no_such_file(ref)}"
+    if _is_saved(ref):
+        return f"cannot be read: {text}"
+    files = [file for file in sorted(Path(ref).rglob("*")) if file.suffix.lower() in DATA_SUFFIXES and file.is_file()]
+    if not files:
+        return f"the folder holds no data files ({' '.join(DATA_SUFFIXES)})"
+    problems = list[str]()
+    for file in files:
+        with collected(problems):
+            read_rows(file)
+    return f"cannot be read: {problems[0] if problems else text}"

@@ -19,8 +19,9 @@ from rlhf_kl.ui import log
 def prepare_prompts(
     prompts: Sequence[PromptRow], tokenizer: Any, room: int | None, form: PromptsSection
 ) -> tuple[Prompts, str]:
-    """The prompts with their tokens, and a note about those left out: empty, or longer than `room` (None = no limit).
+    """The prompts with their tokens, and a note about those left out.
 
+    They are empty, or longer than `room` (None = no limit), or the tokenizer knows none of their characters.
     Errors: InputError where no prompt is left.
     """
     if room is not None and room < 1:
@@ -40,19 +41,23 @@ def prepare_prompts(
     else:
         written = [prompt.text for prompt in full]
     ids = encode_all(tokenizer, written, bos=False if chat else None)  # a template writes its bos itself
-    fitting = [i for i, row in enumerate(ids) if room is None or len(row) <= room]
-    long = len(full) - len(fitting)
+    short = [i for i, row in enumerate(ids) if room is None or len(row) <= room]
+    bos, begins = tokenizer.bos_token, [tokenizer.bos_token_id]  # a prompt may be a bos alone, where it is written
+    fitting = [i for i in short if ids[i] and (ids[i] != begins or bos in written[i])]
+    long, unknown = len(full) - len(short), len(short) - len(fitting)
     reasons = [f"{empty} empty"] if empty else []
     if several:
         reasons.append(f"{several} of several turns without a chat template")
     if long:
         reasons.append(f"{long} longer than the {room} tokens that the context leaves beside rollout.max_new_tokens")
+    if unknown:
+        reasons.append(f"{unknown} of which the policy's tokenizer makes no tokens")
     if not fitting:
         raise InputError(f"none of {len(prompts)} prompts can be used: {', '.join(reasons)}")
-    left_out = empty + several + long
+    left_out = len(prompts) - len(fitting)
     note = f"{left_out} of {len(prompts)} prompts left out: {', '.join(reasons)}" if reasons else ""
     texts, rows, messages = (list(column) for column in zip(*full, strict=True))
-    return Prompts(texts, ids, rows, messages).pick(fitting), note
+    return Prompts(texts, ids, rows, messages, written if chat else []).pick(fitting), note
 
 
 def uses_template(form: PromptsSection, prompts: Sequence[PromptRow], tokenizer: Any) -> bool:

@@ -50,13 +50,15 @@ class Labelled(NamedTuple):
     label: float
 
 
-def read_texts(rows: Sequence[Row], where: str, column: str, template: str | None = None) -> Read[str]:
+def read_texts(
+    rows: Sequence[Row], where: str, column: str, template: str | None = None, key: str = "data.column:"
+) -> Read[str]:
     """One text per row: a column, or a template filled from several columns. Null and empty ones are left out.
 
-    Errors: InputError for no rows, a missing column, or an entry that is not text.
+    `key`: what names the column. Errors: InputError for no rows, a missing column, or an entry that is not text.
     """
     name = text_column(where, column)
-    return _read_each(rows, where, lambda row, place: _full(_text(row, name, template, place)))
+    return _read_each(rows, where, lambda row, place: _full(_text(row, name, template, place, key)))
 
 
 def read_prompts(rows: Sequence[Row], where: str, data: PromptsSection) -> Read[PromptRow]:
@@ -65,13 +67,13 @@ def read_prompts(rows: Sequence[Row], where: str, data: PromptsSection) -> Read[
     Of a conversation it is the part before the last answer. Left out are null and empty ones, those of several turns
     without a chat template, and those of another shape. Errors: InputError as in `read_texts`.
     """
-    name = text_column(where, data.column)
+    name, key = text_column(where, data.column), "data.column:"
 
     def read(row: Row, place: str) -> PromptRow:
-        if data.template is None and is_conversation(column(row, name, place)):
+        if data.template is None and is_conversation(column(row, name, place, key)):
             prompt = _writable(split_conversation(row[name])[0], chat=bool(data.chat_template))
             return PromptRow(_full(plain_text(prompt)), row, turns_of(prompt))
-        return PromptRow(_full(_text(row, name, data.template, place)), row)
+        return PromptRow(_full(_text(row, name, data.template, place, key)), row)
 
     return _read_each(rows, where, read)
 
@@ -83,7 +85,7 @@ def read_examples(rows: Sequence[Row], where: str, data: SFTDataSection) -> Read
     """
 
     def read(row: Row, place: str) -> Example:
-        before, answer = _turn(row, data.response_column or "", place)
+        before, answer = _turn(row, data.response_column or "", place, "data.response_column:")
         return Example(_prompt_of(row, data, before, place), answer)
 
     return _read_each(rows, where, read)
@@ -97,8 +99,8 @@ def read_pairs(rows: Sequence[Row], where: str, data: PairsSection) -> Read[Pair
     """
 
     def read(row: Row, place: str) -> Pair:
-        before, good = _turn(row, data.chosen_column, place)
-        other, bad = _turn(row, data.rejected_column, place)
+        before, good = _turn(row, data.chosen_column, place, "data.chosen_column:")
+        other, bad = _turn(row, data.rejected_column, place, "data.rejected_column:")
         if before != other:
             raise Unusable("responses to different prompts")
         if good == bad:
@@ -116,13 +118,13 @@ def read_labels(rows: Sequence[Row], where: str, data: PairsSection) -> Read[Lab
     """Texts with their labels, 0 and 1 or false and true. Errors: InputError for any other label."""
 
     def read(row: Row, place: str) -> Labelled:
-        value = _known(column(row, data.label_column, place))
+        value = _known(column(row, data.label_column, place, "data.label_column:"))
         number = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0}.get(str(value).strip())
         if isinstance(value, bool):
             number = float(value)
         if number is None:
             raise InputError(f"{place}: {data.label_column} is {value!r:.60}, not 0 or 1")
-        return Labelled(_full(_text(row, data.text_column, None, place)), number)
+        return Labelled(_full(_text(row, data.text_column, None, place, "data.text_column:")), number)
 
     return _read_each(rows, where, read)
 
@@ -162,15 +164,15 @@ def _full(text: str) -> str:
     return text
 
 
-def _text(row: Row, name: str, template: str | None, place: str) -> str:
-    for key in [name] if template is None else template_fields(template):
-        _known(column(row, key, place))
+def _text(row: Row, name: str, template: str | None, place: str, key: str) -> str:
+    for field in [name] if template is None else template_fields(template):
+        _known(column(row, field, place, key if template is None else ""))
     return checked_text(row[name] if template is None else fill(template, row, place), f"{place}: {name}")
 
 
-def _turn(row: Row, name: str, place: str) -> tuple[Prompt | None, str]:
+def _turn(row: Row, name: str, place: str, key: str) -> tuple[Prompt | None, str]:
     """(the prompt, the response) of a column. Errors: Unusable for a conversation that does not end with an answer."""
-    value = _known(column(row, name, place))
+    value = _known(column(row, name, place, key))
     if not is_conversation(value):
         return None, checked_text(value, f"{place}: {name}")
     before, answer = split_conversation(value)
@@ -181,14 +183,14 @@ def _turn(row: Row, name: str, place: str) -> tuple[Prompt | None, str]:
 
 def _prompt_of(row: Row, data: SFTDataSection | PairsSection, before: Prompt | None, place: str) -> Prompt:
     """The prompt of a row's response or responses. before: the prompt in the column of the response."""
-    name = data.prompt_column
+    name, key = data.prompt_column, "data.prompt_column:"
     if data.template is not None:
-        return _text(row, "", data.template, place)
+        return _text(row, "", data.template, place, key)
     if before is None:
         if name is None:
             raise InputError(f"{place}: has no prompt: name its column, or use conversations")
-        if not is_conversation(column(row, name, place)):
-            return _text(row, name, None, place)
+        if not is_conversation(column(row, name, place, key)):
+            return _text(row, name, None, place, key)
         before, answer = split_conversation(row[name])
         if answer is not None:
             raise Unusable("an answer in the column of the prompt")  # the answer is in another column

@@ -10,6 +10,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.load import switch_dropout_off
@@ -51,6 +52,11 @@ def adapter_base(folder: str | Path) -> str:
     if not isinstance(base, str) or not base:
         raise InputError(f"{folder}: {ADAPTER_CONFIG} names no base_model_name_or_path")
     return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
+
+
+def blame_base(folder: str | Path) -> AbstractContextManager[None]:
+    """Errors: InputError of the base model, with the file that names it in front: the base may have moved."""
+    return blame(f"{Path(folder) / ADAPTER_CONFIG}: base_model_name_or_path")
 
 
 def require_classifier_adapter(folder: str | Path) -> None:

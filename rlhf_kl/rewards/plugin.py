@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from typing import Any
@@ -23,6 +23,7 @@ from rlhf_kl.plugins import hidden, parameters_of, users_code
 from rlhf_kl.types import Prompts, Responses
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+RENDERED = "rendered"  # a column of its own: the prompt as the policy is asked
 TRL_HIDDEN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 
 
@@ -88,14 +89,22 @@ class PluginReward:
 
     def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
         """Column of the data set -> its values, one a prompt. Errors: InputError if a prompt has no such column."""
-        for text, row in zip(prompts.texts, prompts.rows, strict=True):
+        rows = self.rows_of(prompts)
+        for text, row in zip(prompts.texts, rows, strict=True):
             for name in self.columns:
                 if name not in row:
                     raise InputError(
                         f"needs {name!r}, neither an option in the config nor a column of the prompt "
                         f"{text[:60]!r}{suggestion(name, row)}"
                     )
-        return {name: [row[name] for row in prompts.rows] for name in self.columns}
+        return {name: [row[name] for row in rows] for name in self.columns}
+
+    def rows_of(self, prompts: Prompts) -> Sequence[Mapping[str, Any]]:
+        """The rows of the data set; if it names it, with the prompt as the policy is asked, where a row has no such."""
+        if RENDERED not in self.named:
+            return prompts.rows
+        asked = prompts.rendered or prompts.texts
+        return [{RENDERED: text, **row} for text, row in zip(asked, prompts.rows, strict=True)]
 
     @property
     def has_state(self) -> bool:
@@ -152,9 +161,10 @@ class TRLReward(PluginReward):
     def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
         """Every column that it gets. Errors: InputError if a prompt has no column that it needs."""
         needed = super().columns_of(prompts)
-        names = dict.fromkeys(name for row in prompts.rows for name in row if name not in self.hidden_columns)
+        rows = self.rows_of(prompts)
+        names = dict.fromkeys(name for row in rows for name in row if name not in self.hidden_columns)
         taken = [name for name in names if self.takes_all or name in self.takes]
-        return needed | {name: [row.get(name) for row in prompts.rows] for name in taken}
+        return needed | {name: [row.get(name) for row in rows] for name in taken}
 
     def _call(self, responses: Responses) -> Callable[[], Any]:
         from transformers import TrainerState

@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf_kl.data.chat import chat_exchange, chat_prompt, plain_text, require_chat_template
+from rlhf_kl.data.chat import (
+    chat_exchange,
+    chat_prompt,
+    opening,
+    plain_text,
+    require_chat_template,
+    without_opening,
+)
 from rlhf_kl.data.texts import Example, Labelled, Pair
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError, blame
@@ -50,7 +57,7 @@ class LanguageTask(Task):
 class TextTask(LanguageTask):
     """Text and eos; every token after the first is learned, which is the bos if the tokenizer adds one.
 
-    A text too long for the context is cut. Errors: InputError if all texts are empty.
+    A text too long for the context is cut. Errors: InputError if no text has a token.
     """
 
     unit = "texts"
@@ -60,6 +67,8 @@ class TextTask(LanguageTask):
         context = context_length(lm.model)
         rows = [[*row, tokenizer.eos_token_id] for row in encode_all(tokenizer, texts)]
         with blame(self.data):
+            if all(len(row) < 2 for row in rows):
+                raise InputError(f"the tokenizer of the model makes no tokens of any of {len(texts)} texts")
             check_vocabulary(lm.model, tokenizer, rows)
         super().__init__(lm, tokenizer, [row[:context] for row in rows], [1] * len(rows), texts_fingerprint(texts))
         if cut := sum(context is not None and len(row) > context for row in rows):
@@ -80,7 +89,7 @@ class ResponseTask(LanguageTask):
     """bos, prompt, response, eos; the response's tokens and the eos are learned.
 
     The prompt is tokenised alone, as in a rollout. A response too long for the context is cut. An example whose
-    prompt fills the context is left out. Errors: InputError if none is left.
+    prompt fills the context, or has no tokens, is left out. Errors: InputError if none is left.
     """
 
     unit = "responses"
@@ -101,6 +110,7 @@ class ResponseTask(LanguageTask):
         self.chat, self.system, self.options = chat, system, options or {}
         if chat:
             require_chat_template(tokenizer, "data.chat_template", self.options)
+        self.opened = opening(tokenizer, system, self.options) if chat else ""
         self.rows_of_a_pass = rows_of_a_pass
         self.eos_ids, self.context = eos_ids(lm.model, tokenizer), context_length(lm.model)
         rows, starts, cut = self._encoded(lm.model, tokenizer, examples)
@@ -110,18 +120,22 @@ class ResponseTask(LanguageTask):
         if cut:
             self.notes.append(f"{cut} of {len(examples)} responses are longer than the context and are cut off")
         if left_out := len(examples) - len(rows):
-            self.notes.append(f"{left_out} of {len(examples)} rows left out: their prompts fill the context")
+            why = "their prompts fill the context, or have no tokens"
+            self.notes.append(f"{left_out} of {len(examples)} rows left out: {why}")
+        bare = sum(without_opening(each.response, self.opened) is None for each in examples)
+        if bare and self.opened.strip():
+            begin = f"do not begin with {self.opened.strip()!r}, with which the chat template ends the prompt"
+            self.notes.append(f"{bare} of {len(examples)} responses {begin}: they are learned as what follows it")
 
     def _encoded(
         self, model: Any, tokenizer: Any, examples: Sequence[Example]
     ) -> tuple[list[list[int]], list[int], int]:
         """Rows, the start of the response in each, and how many were cut."""
         both = [self._encode(tokenizer, example) for example in examples]
-        fitting = [(p, r) for p, r in both if self.context is None or len(p) < self.context]
+        fitting = [(p, r) for p, r in both if p and (self.context is None or len(p) < self.context)]
         if not fitting:
-            raise InputError(
-                f"data.texts: the prompts of all {len(examples)} rows fill the context of {self.context} tokens"
-            )
+            why = f"fill the context of {self.context} tokens" if any(p for p, _ in both) else "have no tokens"
+            raise InputError(f"data.texts: the prompts of all {len(examples)} rows {why}")
         cut = sum(self.context is not None and len(p) + len(r) > self.context for p, r in fitting)
         rows = [[*p, *r][: self.context] for p, r in fitting]
         with blame(self.data):
@@ -133,7 +147,10 @@ class ResponseTask(LanguageTask):
         if self.chat:
             asked = chat_prompt(tokenizer, example.prompt, self.system, self.options)
             exchange = chat_exchange(tokenizer, example.prompt, example.response, self.system, self.options)
-            answered = exchange if exchange.startswith(asked) else asked + example.response
+            # A template may leave out a thought of the answer, or write its beginning elsewhere than in the prompt.
+            rest = without_opening(example.response, self.opened)
+            alone = asked + (example.response if rest is None else rest)
+            answered = exchange if exchange.startswith(asked) else alone
         else:
             asked = plain_text(example.prompt)
             answered = asked + example.response

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -8,15 +9,17 @@ from typing import Any
 import pytest
 
 from rlhf_kl.build.load import Loader
+from rlhf_kl.build.parts import build_prompts
 from rlhf_kl.build.world import World, with_files
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.config.schema.reward import RewardSection
+from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.train import EvalSection, PromptsSection
 from rlhf_kl.data import sets
-from rlhf_kl.data.texts import Labelled, Pair, read_texts
+from rlhf_kl.data.texts import Labelled, Pair, PromptRow, read_texts
 from rlhf_kl.errors import InputError
 from rlhf_kl.types import Prompts, Responses
+from tests.made import Make, problem
 from tests.runs import jsonl
 
 SMALL = "builtin:reviews-small"
@@ -41,6 +44,26 @@ def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: Wo
     scorers = loader.scorers(config.reward)
     assert scorers.model is not None
     assert scorers(answered("The hotel in Oslo:", "")).values["gold"].tolist() == [-4.0]
+
+
+@pytest.mark.parametrize("base", ["/home/ana/old/llama", "./llama"])
+def test_the_file_that_names_a_base_which_has_moved_is_named(loader: Loader, base: str, tmp_path: Path) -> None:
+    for task in ("CAUSAL_LM", "SEQ_CLS"):
+        text = json.dumps({"base_model_name_or_path": base, "task_type": task})
+        (tmp_path / "adapter_config.json").write_text(text)
+        (tmp_path / "adapter_model.safetensors").touch()
+        load = loader.language_model if task == "CAUSAL_LM" else partial(loader.reward_model, section=ScorerSection())
+        words = problem(load, str(tmp_path), "policy.model")
+        assert words.startswith(f"policy.model: {tmp_path}/adapter_config.json: base_model_name_or_path: ")
+        assert f"no such file: {base}" in words
+
+
+def test_prompts_that_are_all_the_same_to_the_tokenizer(new_model: Make, letters: Any) -> None:
+    config = TrainConfig.model_validate({"policy": {"model": SMALL}, "rollout": {"max_new_tokens": 4}})
+    rows = [PromptRow(text, {}) for text in "xyz"]  # which it does not know
+    words = problem(build_prompts, config, (rows[:2], rows[2:]), new_model(), letters)
+    assert "every prompt is a held-out one too: the policy's tokenizer" in words
+    assert "leaves no more of 'x' than [1, 0]" in words
 
 
 def answered(prompt: str, response: str) -> Responses:

@@ -30,6 +30,30 @@ def test_help_and_version_are_results(words: str, rlhf_kl: Cli) -> None:
     assert (code, bool(out), "<bool>" in out, err) == (0, True, False, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["train", "--config", "smoke.yaml", "--output-dir"], "--output-dir"),
+        (["compare", "one", "two", "--output-dir"], "--output-dir"),
+        (["simulate", "--updates", "3", "--plot"], "--plot"),
+        (["init"], "folder"),
+    ],
+)
+@pytest.mark.parametrize("place", ["s3://bucket/x", "file:///tmp/x"])
+def test_nothing_is_written_to_an_address(words: list[str], option: str, place: str, here: Path, rlhf_kl: Cli) -> None:
+    code, out, err = rlhf_kl(*words, place)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {option} ")
+    assert err.endswith(": must be on a local disk: write there and sync it\n")
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["generate", "--prompt"], ["train", "--config", "smoke.yaml", "--set"], []])
+def test_bytes_of_a_command_line_that_are_no_utf_8_are_refused(words: list[str], rlhf_kl: Cli) -> None:
+    cut = b"run.name=a\xff".decode(errors="surrogateescape")
+    assert rlhf_kl(*words, cut) == (2, "", "error: command line: is no UTF-8 text: 'run.name=a\\udcff'\n")
+
+
 def test_help_a_wrong_config_and_a_simulation_need_no_heavy_imports(here: Path) -> None:
     (here / "x.yaml").write_text("kl: {target: -1}\n")
     heavy = ("torch", "transformers", "datasets", "accelerate", "matplotlib", "numpy", "pydantic")

@@ -139,9 +139,12 @@ def test_the_reference_beside_it_and_the_kl_of_every_token(rlhf_kl: Cli, place: 
 def test_prompts_of_the_run_of_stdin_or_of_a_file(rlhf_kl: Cli, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = [each["prompt"] for each in held_out_texts(place / "run")]
     assert [sample["prompt"] for sample in document(rlhf_kl("generate", "--run", "run", "--json"))] == shown
-    monkeypatch.setattr("sys.stdin", io.StringIO("ab\nd\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\r\n\nd\n")))
     found = document(rlhf_kl("generate", "--run", "run", "--prompts", "-", "--json"))
     assert found == document(rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--prompt", "d", "--json"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\n\xff\n")))
+    outcome = rlhf_kl("generate", "--run", "run", "--prompts", "-")
+    assert (outcome.code, outcome.err) == (2, "error: stdin: is not UTF-8 text (line 2, byte 3): save it as UTF-8\n")
     (place / "in.csv").write_text("q\nab\nd\n")
     assert found == document(rlhf_kl("generate", "--run", "run", "--prompts", "in.csv", "--column", "q", "--json"))
 

@@ -36,6 +36,12 @@ def test_values_have_the_types_of_yaml_1_2(text: str, expected: Any) -> None:
         ("a: 1\n---\nb: 2\n", "document"),
         ("a: 1\nb: \x07\n", "special characters are not allowed"),
         ("a: " + "9" * 6000, "4300 digits"),
+        ("a: 1\nb: &r {kind: x, extra: *r}\n", "here:2:4: holds itself"),
+        ("a: &r [1, {b: *r}]\n", "here:1:4: holds itself"),
+        ("[" * 5000, "here:1:52: nested more than 50 levels deep"),
+        ("a:\n  " + "- " * 60 + "1", "nested more than 50 levels deep"),
+        ('a: "x \\ud83d"', "here:1:4: half of a surrogate pair is no text: 'x \\ud83d'"),
+        ('"\\udc00": 1', "here:1:1: half of a surrogate pair is no text"),
     ],
 )
 def test_every_mistake_is_one_line_with_its_place(text: str, expected: str) -> None:
@@ -44,6 +50,11 @@ def test_every_mistake_is_one_line_with_its_place(text: str, expected: str) -> N
     [line] = caught.value.problems
     assert line.startswith("here")
     assert expected in line
+
+
+def test_two_halves_of_a_pair_are_one_character() -> None:
+    """As `json.dumps` writes it, whose text is YAML too."""
+    assert parse_yaml('a: "\\ud83d\\ude42"', where="here") == {"a": "\U0001f642"}
 
 
 def test_an_anchor_is_read_twice() -> None:
@@ -56,6 +67,7 @@ def test_an_anchor_is_read_twice() -> None:
         (b"# only a comment\n", "empty"),
         (b"- 1\n", "must be a mapping"),
         (b"a: \xff\n", "not UTF-8"),
+        ("a: 1\n".encode("utf-16"), "is not UTF-8 text, but UTF-16: save it as UTF-8"),
         (None, "No such file"),
         (b"\xef\xbb\xbfa: 1\r\n", {"a": 1}),  # a byte order mark is no part of the first key
     ],

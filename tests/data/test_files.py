@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
-from rlhf_kl.data.files import read_rows
+from rlhf_kl.data.files import load_rows, read_rows
 from rlhf_kl.data.texts import read_texts
 from tests import made
 
@@ -14,6 +14,8 @@ ROWS = [{"prompt": "one", "text": 'a, "b"\nc'}, {"prompt": "zwölf 🙂", "text"
 FILES = {  # a byte order mark is no part of the text, and a line ends with a newline only
     "rows.jsonl": "\ufeff" + "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS),
     "rows.json": json.dumps(ROWS),
+    "lines.json": "\ufeff" + "".join(json.dumps(row) + "\r\n" for row in ROWS),  # either kind under either name
+    "list.jsonl": json.dumps(ROWS, indent=1),
     "rows.csv": '\ufeffprompt,text\none,"a, ""b""\nc"\nzwölf 🙂,x\u2028y\n',
 }
 
@@ -50,13 +52,39 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.csv", "prompt\n", "holds no rows"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
         ("x.jsonl", '{"prompt": "a"}\n["b"]\n', "line 2: is a list"),
+        (
+            "x.jsonl",
+            '{"prompt": "a"}\n{"prompt": "b',
+            "line 2: is not JSON: Unterminated string starting at (column 12)",
+        ),
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": "b"}}\n', "line 2: is not JSON: Extra data (column 16)"),
+        ("x.jsonl", '{"prompt": ' + "[" * 99999, "line 1: is not JSON: maximum recursion depth"),
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": "a smile \\ud83d"}\n', "line 2: half of a surrogate pair is no text"),
+        ("x.jsonl", '{"prompt": [{"content": {"\\ud83d": 1}}]}', "line 1: half of a surrogate pair is no text"),
+        ("x.json", '[{"prompt": "a"}, {"prompt": "\\udc00 a"}]', "row 2: half of a surrogate pair is no text"),
+        ("x.json", "", "holds no rows"),
         ("x.json", '{"prompt": "a"}', "holds a dict, not a list"),
+        (
+            "x.json",
+            '{"version": 1, "data": []}',
+            "holds a dict, not a list of rows or one row a line; keep only the",
+        ),
+        ("x.json", '{"prompt": "a"}\n{"prompt": \n', "line 2: is not JSON"),
+        ("x.json", '[{"prompt": "a"},\n{"prompt": ]', "is not JSON: Expecting value (line 2, column 12)"),
         ("x.json", '[{"prompt": "a"}, 3]', "row 2: is a int"),
         ("x.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "row 2: prompt is int, not text"),
-        ("x.csv", 'prompt\n"a\n', "x.csv: "),
+        ("x.csv", 'prompt\n"a\n', "line 2: "),
+        ("x.csv", "prompt;text\na;b\n", "line 1: separate columns with commas, not ';'"),
+        ("x.csv", "prompt\ttext\na\tb\n", "line 1: separate columns with commas, not '\\t'"),
+        ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
         ("x.csv", "prompt,text\na,b\nwell, then,c\n", "line 3: 3 cells for 2 columns"),  # a comma without quotes
         ("x.jsonl", '{"promt": "a"}\n', "row 1 has no column 'prompt'; did you mean promt?"),
-        ("x.jsonl", '{"prompt": "a"}\n{"x": 1, "y": 2}\n', "row 2 has no column 'prompt' (it has x, y)"),
+        (
+            "x.jsonl",
+            '{"prompt": "a"}\n{"x": 1, "y": 2}\n',
+            "row 2 has no column 'prompt' (it has x, y); set data.",
+        ),
+        ("x.jsonl", '{"text": "a"}\n', "row 1 has no column 'prompt' (it has text); set data.column: text"),
         ("x.parquet", "no parquet at all", "cannot be read as parquet"),
         ("x.pickle", "", "unknown file type"),
     ],
@@ -65,6 +93,11 @@ def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected
     path = tmp_path / name
     path.write_text(body, encoding="utf-8")
     assert expected in problem(path)
+
+
+def test_a_last_line_that_is_cut_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b')
+    assert problem(tmp_path / "x.jsonl").endswith("; the file ends here: was it cut?")
 
 
 def test_a_pair_of_surrogates_is_a_character_and_a_short_row_has_a_null(tmp_path: Path) -> None:
@@ -76,6 +109,55 @@ def test_a_pair_of_surrogates_is_a_character_and_a_short_row_has_a_null(tmp_path
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     assert "no such file" in problem(tmp_path / "nowhere.jsonl")
-    assert "no such file" in problem(tmp_path)
-    (tmp_path / "latin.txt").write_bytes("gr\u00fcn".encode("latin-1"))
-    assert "is not UTF-8 text (byte 2)" in problem(tmp_path / "latin.txt")
+    assert "is no ordinary file" in problem(tmp_path)
+    (tmp_path / "latin.txt").write_bytes("a\ngr\u00fcn".encode("latin-1"))
+    assert "is not UTF-8 text (line 2, byte 4): save it as UTF-8" in problem(tmp_path / "latin.txt")
+    (tmp_path / "wide.csv").write_bytes("prompt\na\n".encode("utf-16"))
+    assert "is not UTF-8 text, but UTF-16: save it as UTF-8" in problem(tmp_path / "wide.csv")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, "the folder holds no data files"),
+        ({"a.jsonl": '{"prompt": "a"}\n', "b.jsonl": '{"prompt": "a"}\n{"prompt": \n'}, "b.jsonl, line 2: is not JSON"),
+        ({"a.jsonl": '{"prompt": "a"}\n{"prompt": "\\ud83d"}\n'}, "a.jsonl, line 2: half of a surrogate pair"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_told_by_its_file(
+    files: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    words = made.problem(load_rows, str(folder), "train")
+    assert expected in words
+    assert "no such file" not in words
+
+
+def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"n": n} for n in range(10)])
+    one, several = str(tmp_path / "one"), str(tmp_path / "several")
+    data.save_to_disk(one)
+    DatasetDict({"train": data, "test": data.select(range(3))}).save_to_disk(several)
+    read = {
+        (one, "train"): range(10),  # its split has no name: it is read like a file
+        (one, "test"): range(10),
+        (one, "train[8:]"): range(8, 10),
+        (several, "test"): range(3),
+        (several, "train[:20%]"): range(2),
+        (several, "train[9:]+test[:1]"): [9, 0],
+    }
+    for (folder, split), numbers in read.items():
+        assert [row["n"] for row in load_rows(folder, split)] == list(numbers)
+    assert "has no split 'tran'; did you mean train?" in made.problem(load_rows, several, "tran")
+    next(Path(one).glob("*.arrow")).unlink()
+    assert "cannot be read: " in made.problem(load_rows, one, "train")
+
+
+@pytest.mark.parametrize("ref", ["https://x.org/a.jsonl", "s3://bucket/rows", "hf://datasets/a/b", "file:///tmp/a.csv"])
+def test_an_address_is_no_file(ref: str) -> None:
+    words = made.problem(load_rows, ref, "train")
+    assert "is an address: only local files" in words

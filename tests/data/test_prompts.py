@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.config.schema.train import PromptsSection
-from rlhf_kl.data.chat import plain_text
+from rlhf_kl.data.chat import chat_exchange, opening, plain_text, without_opening
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
 from rlhf_kl.data.texts import PromptRow
 from rlhf_kl.types import Prompt, Prompts
@@ -53,6 +55,17 @@ def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) 
 def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
     assert "none of 3 prompts can be used: 1 empty, 2 longer" in problem(prepare, ["", "abcd", "abcde"], letters, 4)
     assert "rollout.max_new_tokens" in problem(prepare, ["ab"], letters, 0)
+
+
+def test_prompts_of_which_the_tokenizer_makes_no_tokens() -> None:
+    vocabulary = {token: i for i, token in enumerate(["<bos>", "<eos>", "a", "b"])}
+    core = Tokenizer(models.BPE(vocabulary, []))
+    core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
+    prompts, note = prepare(["ab", "\u6587", "<bos>"], tokenizer, None)
+    assert prompts.ids == [[0, 2, 3], [0]]  # a bos that is written is a prompt
+    assert note == "1 of 3 prompts left out: 1 of which the policy's tokenizer makes no tokens"
+    assert "none of 2 prompts can be used: 2 of which the policy's" in problem(prepare, ["\u6587", "-"], tokenizer, 9)
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
@@ -115,3 +128,67 @@ def test_several_turns_in_the_words_of_a_chat_template(letters: Any) -> None:
     # The configured system message, three turns, the answer's beginning; then one that has its own
     assert prompts.ids == [[5, 2, 3, 2, 4, 2, 5, 2, 6], [6, 2, 3, 2, 6]]
     assert "first_tokens" in problem(prepare, [several], chatty, 20, chat_template=True, first_tokens=2)
+
+
+TURN = "{{ m['role'] }}:{{ m['content'] }};"
+REFUSES = "{{ raise_exception('a role') }}"
+
+
+@pytest.mark.parametrize(
+    ("written", "role"),
+    [
+        (TURN, "developer"),
+        ("{% if m['role'] == 'developer' %}" + REFUSES + "{% endif %}" + TURN, "system"),
+        ("{% if m['role'] in ('system', 'user', 'assistant') %}" + TURN + "{% endif %}", "system"),
+        ("{% if m['role'] in ('user', 'assistant') %}" + TURN + "{% endif %}", "it writes no message of a developer"),
+        ("{% if m['role'] not in ('user', 'assistant') %}" + REFUSES + "{% endif %}" + TURN, "it writes no message"),
+    ],
+)
+def test_a_developer_message_is_the_systems_where_the_template_does_not_write_it(
+    letters: Any, written: str, role: str
+) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = "{% for m in messages %}" + written + "{% endfor %}"
+    asked = (("developer", "a "), ("user", "b"))
+    if " " in role:
+        assert role in problem(prepare, [asked], chatty, None, chat_template=True)
+        return
+    prompts, _ = prepare([asked], chatty, None, chat_template=True, system="c")  # it has its own
+    assert prompts.rendered == [f"{role}:a ;user:b;"]
+    assert chat_exchange(chatty, asked, "d", None, {}) == f"{role}:a ;user:b;assistant:d;"
+
+
+@pytest.mark.parametrize(
+    ("header", "asked", "opened"),
+    [
+        ("", "", ""),
+        ("b", "b", ""),
+        ("b", "b<think>\n", "<think>\n"),
+        ("b<think>\n\n</think>", "b<think>\n", ""),  # the template writes a thought of its own
+        ("", "d", "d"),
+    ],
+)
+def test_what_a_prompt_opens_is_what_the_template_writes_before_no_answer(
+    letters: Any, header: str, asked: str, opened: str
+) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}" + header + "{% endif %}{{ m['content'] }}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}" + asked + "{% endif %}"
+    )
+    assert opening(chatty, None, {}) == opened
+
+
+def test_a_response_without_what_the_prompt_opens() -> None:
+    for response in ("<think>\nso", "<think>so", "\n<think>\nso"):
+        assert without_opening(response, "<think>\n") == "so"
+    assert without_opening("<think>\n\nso", "<think>\n") == "\nso"
+    assert without_opening("so", "<think>\n") is without_opening("so", "") is without_opening(" so", "\n") is None
+
+
+def test_a_batch_knows_how_its_prompts_were_asked(letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = CHAT
+    prompts, _ = prepare(["a", "b"], chatty, 10, chat_template=True, system="c")
+    assert prompts.pick([1, 0, 1]).rendered == ["c<eos>b<eos>d", "c<eos>a<eos>d", "c<eos>b<eos>d"]
+    assert prepare(["a", "b"], letters, 10)[0].pick([1]).rendered == []  # as its text is

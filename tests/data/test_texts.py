@@ -134,6 +134,8 @@ def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
         ([{"role": "tool", "content": "x"}, ASSISTANT], "roles out of turn: tool, assistant"),
         ([USER, ASSISTANT, USER], ([USER, ASSISTANT, USER], None)),
         ([USER, ASSISTANT, USER, ASSISTANT], ([USER, ASSISTANT, USER], "so.")),
+        ([{"role": "developer", "content": "x"}, USER], ([{"role": "developer", "content": "x"}, USER], None)),
+        ([SYSTEM, {"role": "developer", "content": "x"}, USER], "roles out of turn: system, developer, user"),
         ([SYSTEM, USER], ([SYSTEM, USER], None)),
         ([SYSTEM, USER, ASSISTANT], ([SYSTEM, USER], "so.")),
     ],

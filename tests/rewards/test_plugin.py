@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,36 @@ def test_the_weights_of_a_torch_module_are_no_state() -> None:
             return [0.0] * len(responses)
 
     assert not PluginReward(Scores, {"in_features": 2, "out_features": 1}).has_state
+
+
+@pytest.mark.parametrize("interface", [PluginReward, TRLReward])
+def test_a_function_that_names_it_reads_the_prompts_as_the_policy_is_asked(interface: Any) -> None:
+    seen: list[Any] = []
+
+    def reward(prompts: list[str], rendered: list[str], **columns: Any) -> list[float]:
+        seen.append((rendered, columns.get("rendered")))
+        return [0.0] * len(prompts)
+
+    def plain(prompts: list[str], responses: list[str], rendered: list[str]) -> list[float]:
+        return reward(prompts, rendered)
+
+    chat = replace(BATCH.prompts, rendered=["<p>", "<q>", "<r>"])
+    own = replace(chat, rows=[{"rendered": "x"}] * 3)
+    for prompts in (BATCH.prompts, chat, own):
+        interface(plain if interface is PluginReward else reward)(BATCH._replace(prompts=prompts))
+    assert [rendered for rendered, _ in seen] == [["p", "q", "r"], ["<p>", "<q>", "<r>"], ["x"] * 3]
+
+
+def test_a_function_of_trl_reads_it_only_where_it_names_it() -> None:
+    seen: list[Any] = []
+
+    def every(prompts: list[str], **columns: Any) -> list[float]:
+        seen.append(columns.get("rendered"))
+        return [0.0] * 3
+
+    def optional(prompts: list[str], rendered: Any = None, **_: Any) -> list[float]:
+        return every(prompts, rendered=rendered)
+
+    TRLReward(every)(BATCH)
+    TRLReward(optional)(BATCH)
+    assert seen == [None, ["p", "q", "r"]]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.config.schema.supervised import SFTSection
 from rlhf_kl.data.texts import Example, Pair
@@ -46,7 +48,7 @@ def test_a_prompt_that_fills_the_context_is_left_out_and_a_long_response_cut(new
     assert task.rows == [[1, 3, 4, 5, 6], [1, 3, 4, 2]]
     assert task.notes == [
         "1 of 3 responses are longer than the context and are cut off",
-        "1 of 3 rows left out: their prompts fill the context",
+        "1 of 3 rows left out: their prompts fill the context, or have no tokens",
     ]
     with pytest.raises(InputError, match="fill the context of 5"):
         ResponseTask(LM(new_model(context=5)), letters, rows[:1])
@@ -62,6 +64,39 @@ def test_a_turn_of_a_chat_ends_with_its_first_eos(new_model: Make, letters: Any)
     # (it leaves out the c here), the response follows the prompt as a rollout has it.
     assert task.rows == [[3, 2, 6, 5, 4, 2]]
     assert task.starts == [4]
+
+
+def test_what_the_prompt_opens_is_once_in_front_of_a_response(new_model: Make, letters: Any) -> None:
+    """As `<think>` at the end of the prompt; the template leaves thoughts (up to a d) out of answers."""
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}b{% endif %}{{ m['content'].split('d')[-1] }}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}bcc{% endif %}"
+    )
+    examples = [Example("a", response) for response in ("ccbda", "cc\nbda", "bda", "a")]
+    task = ResponseTask(LM(new_model()), chatty, examples, chat=True)
+    prompt, thought = [3, 2, 4, 5, 5], [4, 6, 3, 2]
+    assert task.rows[0] == task.rows[2] == [*prompt, *thought]
+    assert task.rows[3] == [*prompt, 3, 2]
+    assert task.rows[1][-4:] == thought
+    assert task.starts == [5] * 4
+    assert task.notes == [
+        "2 of 4 responses do not begin with 'cc', with which the chat template ends the prompt: "
+        "they are learned as what follows it"
+    ]
+
+
+def test_rows_of_which_the_tokenizer_makes_no_tokens(new_model: Make) -> None:
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *"abcd"])}, []))
+    blind = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    lm, other = LM(new_model()), "\u6587"
+    task = ResponseTask(lm, blind, [Example(other, "a"), Example("b", "a")])
+    assert task.rows == [[4, 3, 2]]
+    assert task.notes == ["1 of 2 rows left out: their prompts fill the context, or have no tokens"]
+    with pytest.raises(InputError, match="the prompts of all 1 rows have no tokens"):
+        ResponseTask(lm, blind, [Example(other, "a")])
+    with pytest.raises(InputError, match=r"data\.texts: the tokenizer of the model makes no tokens of any of 2 texts"):
+        TextTask(lm, blind, [other, other * 2])
 
 
 def test_the_loss_is_that_of_transformers_over_text_and_eos(new_model: Make, letters: Any) -> None:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.config import paths
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, is_address
 from rlhf_kl.templates import template_fields
 
 LARGEST = 10**12  # beyond any run, and still exact as a float
@@ -128,6 +128,13 @@ class RunSection(Section):
         if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
             raise ValueError(f"must be a plain folder name: {name!r}")
         return name
+
+    @field_validator("output_dir")
+    @classmethod
+    def _is_local(cls, folder: str) -> str:
+        if is_address(folder):
+            raise ValueError(f"must be a local folder (write locally and sync it): {folder!r}")
+        return folder
 
     @field_validator("device")
     @classmethod
