@@ -123,18 +123,19 @@ def _turns(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
 def _apply(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> str:
     """Messages in the words of the template; a developer's is the system's where the template does not write it."""
     first, *rest = messages
-    if first["role"] == "developer":
-        messages = [first | {"role": _role_of_developer(tokenizer, rest, options)}, *rest]
+    if first["role"] in OF_SYSTEM:
+        messages = [first | {"role": _role_in_front(tokenizer, first["role"], rest, options)}, *rest]
     return _written(tokenizer, messages, options, answer=answer)
 
 
-def _role_of_developer(tokenizer: Any, rest: list[dict[str, str]], options: Mapping[str, Any]) -> str:
-    """The role in which the template writes a message in front of the others. Errors: InputError where in none."""
-    for role in ("developer", "system"):
-        with contextlib.suppress(InputError):  # it refuses the role
-            if SENTINEL in _written(tokenizer, [{"role": role, "content": SENTINEL}, *rest], options, answer=True):
-                return role
-    raise InputError("chat template: it writes no message of a developer, nor of the system")
+def _role_in_front(tokenizer: Any, role: str, rest: list[dict[str, str]], options: Mapping[str, Any]) -> str:
+    """The role in which the template writes such a message in front of the others. Errors: InputError where in none."""
+    roles = dict.fromkeys((role, "system"))
+    for tried in roles:
+        with contextlib.suppress(*[InputError] * (tried != "system")):  # it may refuse a developer
+            if SENTINEL in _written(tokenizer, [{"role": tried, "content": SENTINEL}, *rest], options, answer=True):
+                return tried
+    raise InputError(f"chat template: it leaves out the message of a {' or '.join(roles)}")
 
 
 def _written(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> str:

@@ -140,8 +140,11 @@ REFUSES = "{{ raise_exception('a role') }}"
         (TURN, "developer"),
         ("{% if m['role'] == 'developer' %}" + REFUSES + "{% endif %}" + TURN, "system"),
         ("{% if m['role'] in ('system', 'user', 'assistant') %}" + TURN + "{% endif %}", "system"),
-        ("{% if m['role'] in ('user', 'assistant') %}" + TURN + "{% endif %}", "it writes no message of a developer"),
-        ("{% if m['role'] not in ('user', 'assistant') %}" + REFUSES + "{% endif %}" + TURN, "it writes no message"),
+        (
+            "{% if m['role'] in ('user', 'assistant') %}" + TURN + "{% endif %}",
+            "it leaves out the message of a developer or system",
+        ),
+        ("{% if m['role'] not in ('user', 'assistant') %}" + REFUSES + "{% endif %}" + TURN, "TemplateError: a role"),
     ],
 )
 def test_a_developer_message_is_the_systems_where_the_template_does_not_write_it(
@@ -156,6 +159,15 @@ def test_a_developer_message_is_the_systems_where_the_template_does_not_write_it
     prompts, _ = prepare([asked], chatty, None, chat_template=True, system="c")  # it has its own
     assert prompts.rendered == [f"{role}:a ;user:b;"]
     assert chat_exchange(chatty, asked, "d", None, {}) == f"{role}:a ;user:b;assistant:d;"
+
+
+def test_a_system_message_that_the_template_leaves_out_is_told(letters: Any) -> None:
+    """Of the config, or of a conversation: else the policy would be asked without it."""
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
+    left_out = "chat template: it leaves out the message of a system"
+    assert problem(prepare, [(("system", "a"), ("user", "b"))], chatty, None, chat_template=True) == left_out
+    assert problem(prepare, ["b"], chatty, None, chat_template=True, system="a") == left_out
 
 
 @pytest.mark.parametrize(
