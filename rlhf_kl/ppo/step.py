@@ -141,7 +141,7 @@ class PPOTrainer:
             update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.reference is not None:
-                update.move = self.ceiling.scale(move, self.controller.scale())  # 7. end an overshoot at once
+                update.move = self.ceiling.scale(move, self.controller.way_kept())  # 7. end an overshoot at once
         return update
 
     def optimize(self, update: Update, targets: Targets, step: int) -> None:
