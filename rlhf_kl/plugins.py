@@ -147,7 +147,8 @@ def _home_of_file(path: Path) -> Home:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    home, before = Home([str(path.parent), str(Path.cwd())], module), sys.modules.get(path.stem)
+    folders = dict.fromkeys([str(path.parent), str(Path.cwd())])
+    home, before = Home([*folders], module), sys.modules.get(path.stem)
     try:
         with users_code(f"{path} cannot be imported:", home):
             exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import filled
 from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TRLReward
+from rlhf_kl.types import Prompts, Responses
 from tests.made import BATCH
 
 
@@ -110,6 +113,51 @@ def test_what_it_returns_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
         PluginReward(odd, options)(BATCH)
     assert "sk-" not in str(caught.value)
+
+
+def emptied(value: Any) -> int:
+    """How many things a list or dict held, and those within; now it is empty."""
+    inner = list(value.values()) if isinstance(value, dict) else value
+    count = len(inner) + sum(emptied(x) for x in inner if isinstance(x, list | dict))
+    value.clear()
+    return count
+
+
+COLUMN = {"tests": ["a", {"b": ["c", "d"]}]}
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_a_function_may_change_all_that_it_gets(limit: float | None) -> None:
+    """Columns, of which responses to one prompt share a row; options; what TRL gives; all of them nested."""
+    row = copy.deepcopy(COLUMN)
+    prompts = Prompts(["p"] * 3, [[1]] * 3, [row] * 3, [(("user", "p"),)] * 3)
+    batch = Responses(prompts, ["x", "y", "z"], [[1], [2], [3]])
+    options = {"words": {"good": ["a", "b"]}}
+
+    def function(prompts: Any, responses: Any, tests: Any, words: Any) -> list[float]:
+        return [float(emptied(row) + (emptied(words) if words else 0)) for row in tests]
+
+    def of_trl(prompts: Any, completions: Any, completion_ids: Any, tests: Any, words: Any) -> list[float]:
+        scores = function(prompts, completions, tests, words)
+        assert [emptied(given) for given in (prompts, completions, completion_ids)] == [3 + 3 + 3 * 2] * 2 + [3 + 3]
+        return scores
+
+    for reward in (PluginReward(function, options, limit), TRLReward(of_trl, options, limit)):
+        for _ in range(2):
+            assert reward(batch).tolist() == [5.0 + 3.0, 5.0, 5.0]
+    assert row == COLUMN
+    assert options == {"words": {"good": ["a", "b"]}}
+    assert (batch.ids, batch.texts, prompts.messages) == ([[1], [2], [3]], ["x", "y", "z"], [(("user", "p"),)] * 3)
+
+
+def test_a_value_that_cannot_be_copied_is_given_as_it_is() -> None:
+    lock = threading.Lock()
+    batch = BATCH._replace(prompts=replace(BATCH.prompts, rows=[{"lock": lock}] * 3))
+
+    def same(prompts: Any, responses: Any, lock: Any) -> list[float]:
+        return [float(each is lock[0]) for each in lock]
+
+    assert PluginReward(same)(batch).tolist() == [1.0] * 3
 
 
 class KeepsATable:
