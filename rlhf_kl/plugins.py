@@ -73,8 +73,8 @@ def _existing_file(ref: str) -> Path:
         raise no_such_file(ref.rpartition(":")[0])
     if _is_library(path):
         raise InputError(
-            f"{path}: {path.stem} is the name of a library, which code that imports it would get or miss: give the "
-            f"file another name, such as my_{path.name}"
+            f"{path}: {path.stem} is the name of a library, which others import by it: give the file another name, "
+            f"such as my_{path.name}"
         )
     return path
 
