@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from rlhf_kl.commands import compare, config, doctor, evaluate, generate, guide,
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, InputError, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.program import hide_library_warnings, shell_command, wait_without_spinning
+from rlhf_kl.program import end_soon, hide_library_warnings, shell_command, wait_without_spinning
 from rlhf_kl.text import safe_text, whole
 
 TRAINING = {  # commands that take a config, and one that comes along
@@ -74,7 +75,10 @@ def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
     wait_without_spinning()
     hide_library_warnings()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        end_soon(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

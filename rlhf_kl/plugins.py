@@ -2,6 +2,7 @@
 
 Reading a config only looks for the name in the source (`look_up`) and runs nothing. The commands that use a plugin
 import it (`load_attribute`) and check its options against its signature (`checked_options`) before anything slow.
+All of its code runs in `users_code`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NotRequired
@@ -24,6 +26,7 @@ from typing import Any, NotRequired
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from rlhf_kl.apart import Home
 from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.program import LIBRARIES
@@ -68,7 +71,22 @@ def _existing_file(ref: str) -> Path:
     path = reference_file(ref, [Path.cwd()])
     if path is None:
         raise no_such_file(ref.rpartition(":")[0])
+    if _is_library(path):
+        raise InputError(
+            f"{path}: {path.stem} is the name of a library, which others import by it: give the file another name, "
+            f"such as my_{path.name}"
+        )
     return path
+
+
+def _is_library(path: Path) -> bool:
+    """Whether a module of Python or of an installed package has the name of this file, by which it is imported."""
+    name = path.stem
+    if name in sys.stdlib_module_names or name in ("__main__", "rlhf_kl"):
+        return True
+    installed = [folder for folder in sys.path if os.path.basename(folder) in ("site-packages", "dist-packages")]
+    spec = PathFinder.find_spec(name, installed) if name.isidentifier() else None
+    return spec is not None and spec.origin is not None and not os.path.samefile(spec.origin, path)
 
 
 def _module_file(module: str) -> Path | None:
@@ -77,7 +95,7 @@ def _module_file(module: str) -> Path | None:
     Errors: InputError if there is no such module or package.
     """
     top, *inside = module.split(".")
-    with _on_path(Path.cwd()):
+    with Home([str(Path.cwd())]).entered(), _files_hidden(top):
         spec = importlib.util.find_spec(top)
     if spec is None:
         raise InputError(f"no module {top!r} in {Path.cwd()} or in this environment")
@@ -92,56 +110,84 @@ def load_attribute(ref: str) -> Any:
 
     Raises InputError: no such file, module or attribute, or an error in the imported code.
     """
-    source, _, attribute = ref.rpartition(":")
+    source, _, name = ref.rpartition(":")
     if source.endswith(".py"):
-        module = _import_file(_existing_file(ref))
+        home = _home_of_file(_existing_file(ref))
     else:
-        with users_code(f"{source} cannot be imported:"), _on_path(Path.cwd()):
-            module = importlib.import_module(source)
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
+        home = _HOMES.setdefault(f"{Path.cwd()}:{source}", Home([str(Path.cwd())]))
+        with users_code(f"{source} cannot be imported:", home), _files_hidden(source.partition(".")[0]):
+            importlib.import_module(source)
+    module = home.module or sys.modules[source]
+    with users_code(f"{source} cannot be imported:", home):
+        attribute = getattr(module, name, _MISSING)
+    if attribute is _MISSING:
         public = [name for name in vars(module) if not name.startswith("_")]
-        raise InputError(f"{source} has no {attribute!r}{suggestion(attribute, public)}") from None
+        raise InputError(f"{source} has no {name!r}{suggestion(name, public)}")
+    _LOADED[id(attribute)] = attribute, home
+    return attribute
 
 
-def _import_file(path: Path) -> ModuleType:
-    """Run the file as a separate module, once per content."""
+_MISSING = object()
+_HOMES: dict[str, Home] = {}  # by file and content, or by working directory and module
+_LOADED: dict[int, tuple[Any, Home]] = {}  # by the id of an attribute, which is kept and so has it for itself
+
+
+def home_of(attribute: Any) -> Home:
+    """The home of what `load_attribute` gave, or of what came without a name in a config: one without folders."""
+    return _LOADED.setdefault(id(attribute), (attribute, Home()))[1]
+
+
+def _home_of_file(path: Path) -> Home:
+    """The home of a file, run once per content as the module of its name."""
     with users_code(f"{path} cannot be imported:"):
         source = path.read_bytes()
-        name = f"_rlhf_kl_file_{path.stem}_{sha256(bytes(path) + b':' + source).hexdigest()[:16]}"
-        if name in sys.modules:
-            return sys.modules[name]
-        module = ModuleType(name)
-        module.__file__ = str(path)
-        sys.modules[name] = module  # dataclasses and get_type_hints look the module up by name
-        try:
-            with _on_path(path.parent, Path.cwd()):
-                exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return module
+    key = f"_rlhf_kl_file_{path.stem}_{sha256(bytes(path) + b':' + source).hexdigest()[:16]}"
+    if key in _HOMES:
+        return _HOMES[key]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    folders = dict.fromkeys([str(path.parent), str(Path.cwd())])
+    home, before = Home([*folders], module), sys.modules.get(path.stem)
+    try:
+        with users_code(f"{path} cannot be imported:", home):
+            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise
+    if before is None or _is_file(before):
+        sys.modules[path.stem] = module  # for code that looks a class's module up, and for threads of the user's
+    _HOMES[key], sys.modules[key] = home, module  # there all that has run is found
+    return home
+
+
+def _is_file(module: ModuleType | None) -> bool:
+    return any(home.module is module for home in _HOMES.values() if home.module)
 
 
 @contextmanager
-def _on_path(*folders: Path) -> Iterator[None]:
-    before = list(sys.path)
-    sys.path[:0] = [str(folder) for folder in folders]
+def _files_hidden(name: str) -> Iterator[None]:
+    """A block that imports the module of this name, not a file that a config names and that has the same name."""
+    if _is_file(hidden := sys.modules.get(name)):
+        del sys.modules[name]
     try:
         yield
     finally:
-        sys.path[:] = before
+        if hidden is not None:
+            sys.modules.setdefault(name, hidden)
 
 
 @contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """Errors: InputError, `what` and "ValueError: no route (mine.py:12)", the last line of a user's that it passed.
+def users_code(what: str, home: Home | None = None) -> Iterator[None]:
+    """A block that runs code of the user's, in its home (None: the program's own, or code of both).
 
+    Errors: InputError, `what` and "ValueError: no route (mine.py:12)", the last line of a user's that it passed.
     Full memory is no fault of the user's code. An exit code of its own must not become the program's.
     """
     try:
-        yield
+        with home.entered() if home else nullcontext():
+            yield
     except InputError:
         raise
     except (Exception, SystemExit) as error:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import shlex
 import shutil
 import sys
 import sysconfig
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+LAST_SECONDS = 5.0  # of an interrupted program
 NUMBER = "OMP_NUM_THREADS"
 MODULES = {"rlhf-kl": "rlhf_kl", "tensorboard": "tensorboard.main", "torchrun": "torch.distributed.run"}
 
@@ -68,6 +72,21 @@ def wait_without_spinning() -> None:
     if not any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         os.environ["GOMP_SPINCOUNT"] = "4000"  # rounds; GNU's OpenMP, that of torch on Linux
         os.environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's, in milliseconds
+
+
+def end_soon(code: int) -> None:
+    """Let the process end with this exit code within seconds, with all that it does at its end or without.
+
+    A user's pool of processes that do not answer would keep an interrupted program for ever.
+    """
+
+    def end() -> None:
+        time.sleep(LAST_SECONDS)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def cores() -> int:

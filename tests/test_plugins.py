@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Iterable
@@ -13,7 +15,18 @@ from typing import Any, Literal
 import pytest
 
 from rlhf_kl.errors import nearest
-from rlhf_kl.plugins import checked_options, filled, hidden, is_reference, load_attribute, look_up, takes, users_code
+from rlhf_kl.plugins import (
+    checked_options,
+    filled,
+    hidden,
+    home_of,
+    is_reference,
+    load_attribute,
+    look_up,
+    takes,
+    users_code,
+)
+from rlhf_kl.rewards.plugin import OwnThread
 from tests.made import problem
 
 
@@ -67,24 +80,128 @@ def test_nothing_of_a_package_runs(folder: Path) -> None:
     assert "SystemExit: 3" in problem(load_attribute, "rlhf_kl_outer.inner.laws:Law")
 
 
-def test_a_file_runs_once_until_it_changes_and_leaves_no_trace(folder: Path) -> None:
+def test_a_file_runs_once_until_it_changes_and_leaves_nothing_but_its_folder(folder: Path) -> None:
     file = folder / "mine.py"
     file.write_text("class A: pass\n")
-    path_before = list(sys.path)
+    path_before = list(sys.path)  # modules of libraries are found before those of a user's
     assert load_attribute("mine.py:A") is load_attribute(f"{file}:A")
     file.write_text("class A: x = 1\n")
     assert load_attribute("mine.py:A").x == 1
-    assert sys.path == path_before
+    assert sys.path == [*path_before, str(folder)]
     assert os.listdir(folder) == ["mine.py"]
 
 
-def test_neighbours_and_modules_of_the_working_directory_can_be_imported(folder: Path) -> None:
-    (folder / "sub").mkdir()
-    (folder / "sub" / "rlhf_kl_test_neighbour.py").write_text("X = 7\n")
-    (folder / "sub" / "mine.py").write_text("from rlhf_kl_test_neighbour import X\n")
-    assert load_attribute("sub/mine.py:X") == 7
+def test_modules_of_the_working_directory_can_be_imported(folder: Path) -> None:
     (folder / "rlhf_kl_test_module.py").write_text("def reward(): ...\n")
     assert load_attribute("rlhf_kl_test_module:reward").__name__ == "reward"
+
+
+LATE = """
+from rlhf_kl_near import X
+import sys
+if {adds!r}: sys.path.insert(0, {adds!r})
+
+def now(): return X
+
+def late():
+    from rlhf_kl_{name} import X
+    return X
+
+class Later:
+    async def __call__(self): return late()
+"""
+
+
+@pytest.mark.parametrize("thread", [False, True])
+@pytest.mark.parametrize("name", ["late", "here", "added"])
+def test_a_neighbour_is_found_whenever_it_is_imported(folder: Path, name: str, thread: bool) -> None:
+    """Of the file's folder, of the working directory, and of a folder that the file itself puts on the path."""
+    places = {"near": folder / "sub", "late": folder / "sub", "here": folder, "added": folder / "elsewhere"}
+    for module, place in places.items():
+        place.mkdir(exist_ok=True)
+        (place / f"rlhf_kl_{module}.py").write_text(f"X = {module!r}\n")
+    (folder / "sub" / "mine.py").write_text(LATE.format(name=name, adds=str(folder / "elsewhere")))
+    own_thread = OwnThread()
+    for attribute in ("now", "late", "Later"):
+        target = load_attribute(f"sub/mine.py:{attribute}")
+        call = (lambda called: lambda: asyncio.run(called()))(target()) if attribute == "Later" else target
+        sys.modules.pop(f"rlhf_kl_{name}", None)
+        with users_code("raised", home_of(target)):
+            assert (own_thread.call(9.0, call) if thread else call()) == ("near" if attribute == "now" else name)
+    sys.modules.pop("rlhf_kl_near")
+
+
+def test_a_neighbour_shadows_no_library_of_the_program(folder: Path) -> None:
+    (folder / "colorsys.py").write_text("WHOSE = 'mine'\n")
+    (folder / "mine.py").write_text("def late():\n    import colorsys\n    return colorsys.WHOSE\n")
+    target = load_attribute("mine.py:late")
+    sys.modules.pop("colorsys", None)
+    assert not hasattr(importlib.import_module("colorsys"), "WHOSE")
+    sys.modules.pop("colorsys")
+    with users_code("raised", home_of(target)):
+        assert target() == "mine"  # as where the file is run by itself
+    sys.modules.pop("colorsys")
+
+
+@pytest.mark.parametrize("name", ["random", "types", "datasets", "torch", "__main__"])
+@pytest.mark.parametrize("call", [look_up, load_attribute])
+def test_a_file_with_the_name_of_a_library_is_refused(folder: Path, name: str, call: Any) -> None:
+    (folder / f"{name}.py").write_text("raise SystemExit(3)\ndef f(): ...\n")
+    before = sys.modules.get(name)
+    assert f"give the file another name, such as my_{name}.py" in problem(call, f"{name}.py:f")
+    assert sys.modules.get(name) is before
+
+
+SPAWNS = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+X = 0
+
+@dataclass
+class Text:
+    words: str
+
+def one(text): return f"{X} {text.words}"
+
+def f(texts, method):
+    context = multiprocessing.get_context(method)
+    with context.Pool(1) as pool:
+        found = pool.map(one, map(Text, texts))
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return found + list(pool.map(one, map(Text, texts)))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_a_file_starts_find_it_by_its_name(folder: Path, method: str) -> None:
+    """Also one of two files of the same name."""
+    for name in "ab":
+        (folder / name).mkdir()
+        (folder / name / "mine.py").write_text(SPAWNS.replace("X = 0", f"X = {name!r}"))
+    targets = {name: load_attribute(f"{name}/mine.py:f") for name in "ab"}
+    for name, target in targets.items():
+        with users_code("raised", home_of(target)):
+            assert target(["x", "y"], method) == [f"{name} x", f"{name} y"] * 2
+
+
+def test_modules_of_one_name_stay_apart(folder: Path) -> None:
+    """Two files, a changed file, and a module that the user's own session has imported."""
+    for name in "ab":
+        (folder / name).mkdir()
+        (folder / name / "twins.py").write_text(f"def f(): return {name!r}\n")
+    (folder / "twins.py").write_text("def f(): return 'module'\n")
+    first, second, module = (load_attribute(ref) for ref in ("a/twins.py:f", "b/twins.py:f", "twins:f"))
+    assert (first(), second(), module()) == ("a", "b", "module")
+    imported = sys.modules["twins"]
+    assert imported.f is module
+    (folder / "a" / "twins.py").write_text("def f(): return 'changed'\n")
+    changed = load_attribute("a/twins.py:f")
+    for target in (first, second, changed, module):
+        with users_code("raised", home_of(target)):
+            assert sys.modules["twins"].f is target
+        assert sys.modules["twins"] is imported
+    del sys.modules["twins"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from rlhf_kl.kl_controllers.foreign import (
 )
 from rlhf_kl.plugins import (
     checked_options,
+    home_of,
     is_reference,
     load_attribute,
     missing_variables,
@@ -181,7 +182,7 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
 def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLController:
     """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
     law, arguments = load_controller(kind, options)
-    with users_code(f"kl.controller: {law.__name__} cannot be created:"):
+    with users_code(f"kl.controller: {law.__name__} cannot be created:", home_of(law)):
         control = build_controller(law, arguments, **sizes)
     if isinstance(control, ForeignKL) and (words := control.own_names()):
         log.warning(f"kl.controller: {law.__name__}: {words}")

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlhf_kl.errors import InputError, blame, suggestion
 from rlhf_kl.events import worded
 from rlhf_kl.kl_controllers import KLController, as_controller, build_controller
 from rlhf_kl.ops.kl import k3
-from rlhf_kl.plugins import is_reference, load_attribute
+from rlhf_kl.plugins import home_of, is_reference, load_attribute
 
 TESTED = "1.14 to 1.16"
 # What is read of a trainer. All but the first three are private: another version may lack them.
@@ -223,9 +224,9 @@ def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float
             controller = load_attribute(controller)
         batch_size = args.generation_batch_size
         total = int(args.max_steps / steps * batch_size) if args.max_steps > 0 else None
-        return build_controller(
-            controller, options, target=target, coef=float(trainer.beta), total_episodes=total, batch_size=batch_size
-        )
+        sizes = {"target": target, "coef": float(trainer.beta), "total_episodes": total, "batch_size": batch_size}
+        with home_of(controller).entered() if isinstance(controller, type) else nullcontext():
+            return build_controller(controller, options, **sizes)
     except (ValueError, TypeError) as error:
         raise InputError(f"controller: {error}") from None
 

@@ -8,13 +8,14 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
 from rlhf_kl.events import CoefMoved, CoefNotFinite, ControllerState, ControllerTooSlow, Event, KLNotFinite
-from rlhf_kl.plugins import checked_options, parameters_of, users_code
+from rlhf_kl.plugins import checked_options, home_of, parameters_of, users_code
 
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
 # Options that the program sets if a class takes them and the user does not set them.
@@ -177,27 +178,32 @@ class KLController:
         Returns where beta had to stay. Errors: InputError if the law's own code fails.
         """
         if move is not None and self.needs_update_kl and all(map(math.isfinite, move)):
-            with users_code(f"kl.controller: {self.kind}.observe_update raised"):
+            with self._calls("observe_update"):
                 self.observe_update(*map(float, move))
         if kl is None or not math.isfinite(kl):
             return [KLNotFinite(kl, self._beta)]
-        before = copy.deepcopy(self.state_dict())
-        with users_code(f"kl.controller: {self.kind}.update raised"):
+        with self._calls("state_dict"):
+            before = copy.deepcopy(self.state_dict())
+        with self._calls("update"):
             self.update(float(kl), int(episodes))
             beta = self.raised * float(self.coef)
         if not math.isfinite(beta) or beta < 0.0 or (beta == 0.0 and self.bounds[0] > 0.0):
-            self.load_state_dict(before)
-            self.coef = self._beta / self.raised
+            self._load(before)
             return [CoefNotFinite(beta, kl, self._beta)]
         self._beta = clip(beta, *self.bounds)
         if self._beta != beta:
-            self.coef = self._beta / self.raised
+            self._set_law_coef()
         return []
+
+    def distance_kept(self) -> float:
+        """The share that is kept of the policy's distance from its reference now, at most 1."""
+        with self._calls("scale"):
+            return float(self.scale())
 
     def change_rate(self, factor: float) -> None:
         """Tell the law by what factor the learning rate changes; not for one of 0 or 1."""
         if factor > 0.0 and factor != 1.0:
-            with users_code(f"kl.controller: {self.kind}.observe_rate raised"):
+            with self._calls("observe_rate"):
                 self.observe_rate(float(factor))
 
     def raise_beta(self, factor: float) -> bool:
@@ -209,7 +215,8 @@ class KLController:
 
     def beta_range(self, updates: int, batch_size: int) -> tuple[float, float]:
         """Lowest and highest beta that this run can reach, as far as the law knows."""
-        low, high = (clip(self.raised * coef, *self.bounds) for coef in self.reach(updates, batch_size))
+        with self._calls("reach"):
+            low, high = (clip(self.raised * coef, *self.bounds) for coef in self.reach(updates, batch_size))
         return low, high
 
     def start_events(self, updates: int, batch_size: int) -> list[Event]:
@@ -220,7 +227,9 @@ class KLController:
             events.append(CoefMoved(self.wanted, *self.bounds, self._beta))
         if self.adjusts and low * 2 > self._beta and high < 2 * self._beta:
             events.append(ControllerTooSlow(updates, batch_size, self.kind, self._beta, low, high))
-        if unsaved := self._unsaved():
+        with self._calls("state_dict"):
+            unsaved = self._unsaved()
+        if unsaved:
             events.append(ControllerState(", ".join(unsaved)))
         return events
 
@@ -231,17 +240,38 @@ class KLController:
 
     def save(self) -> dict[str, Any]:
         """The state for a checkpoint: that of the law, and beta."""
-        return {
-            "kind": self.kind, "beta": self._beta, "raised": self.raised, "law": copy.deepcopy(self.state_dict()),
-        }  # fmt: skip
+        with self._calls("state_dict"):
+            law = copy.deepcopy(self.state_dict())
+        return {"kind": self.kind, "beta": self._beta, "raised": self.raised, "law": law}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `save`. Raises ValueError when the state belongs to another controller."""
         if state.get("kind") != self.kind:
             raise ValueError(f"the saved controller is {state.get('kind')}, the config's is {self.kind}")
-        self.load_state_dict(state["law"])
-        self._beta, self.raised = float(state["beta"]), float(state["raised"])
-        self.coef = self._beta / self.raised
+        self._load(state["law"], float(state["beta"]), float(state["raised"]))
+
+    def _load(self, law: dict[str, Any], beta: float | None = None, raised: float | None = None) -> None:
+        """Restore the state of the law, and beta (None: as it is)."""
+        beta, raised = self._beta if beta is None else beta, self.raised if raised is None else raised
+        with self._calls("load_state_dict"):
+            self.load_state_dict(copy.deepcopy(law))  # which may hold `_beta` and `raised` too
+        self._beta, self.raised = beta, raised
+        self._set_law_coef()
+
+    def _set_law_coef(self) -> None:
+        """Let the law go on from the beta of the run."""
+        with self._calls("coef"):
+            self.coef = self._beta / self.raised
+
+    def _calls(self, method: str) -> AbstractContextManager[None]:
+        """A block that runs this method of the law. Errors: InputError if a user's fails."""
+        own = None if self.law_class.__module__.startswith("rlhf_kl.") else home_of(self.law_class)
+        return users_code(f"kl.controller: {self.kind}.{method} raised", own)
+
+    @property
+    def law_class(self) -> type:
+        """The class whose code the law is."""
+        return type(self)
 
 
 def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:

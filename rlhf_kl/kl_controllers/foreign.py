@@ -92,6 +92,10 @@ class ForeignKL(KLController):
         return own_names(options_of(type(self.law)), self.coef_name, alone=self.alone)
 
     @property
+    def law_class(self) -> type:
+        return type(self.law)
+
+    @property
     def coef(self) -> float:
         return getattr(self.law, self.coef_name)  # type: ignore[no-any-return]
 

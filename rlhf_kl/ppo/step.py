@@ -144,7 +144,7 @@ class PPOTrainer:
             update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.way is not None:  # 7. end an overshoot at once
-                update.move = self.ceiling.scale(rollout, move, self.controller.scale())
+                update.move = self.ceiling.scale(rollout, move, self.controller.distance_kept())
         return update
 
     def optimize(self, update: Update, targets: Targets, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
 import math
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from rlhf_kl.config.plugins import TRL_PROVIDED
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.plugins import hidden, parameters_of, users_code
+from rlhf_kl.plugins import hidden, home_of, parameters_of, users_code
 from rlhf_kl.types import Prompts, Responses
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+LARGEST = float(torch.finfo(torch.float32).max)  # of a score: PPO computes in float32
 RENDERED = "rendered"  # a column of its own: the prompt as the policy is asked
 TRL_HIDDEN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 
@@ -40,15 +42,17 @@ class PluginReward:
         time_limit: float | None = None,
     ) -> None:
         """`time_limit`: seconds that a call may take. Errors: InputError if the instance cannot be made."""
-        options = dict(options or {})
-        self._thread = OwnThread() if time_limit is not None else None
+        self._home = home_of(attribute)
+        self._thread = OwnThread(self._home.settle) if time_limit is not None else None
         self._limit = time_limit
         self._object: Any = attribute
-        self._function: Any = partial(attribute, **options)
+        self._options = dict(options or {})
+        called: Any = partial(attribute, **self._options)
         if inspect.isclass(attribute):
-            with users_code(f"{attribute.__name__} cannot be created: raised"):
-                self._object = self._function = self._run(partial(attribute, **options))
-        self.parameters = parameters_of(self._function) or []
+            with users_code(f"{attribute.__name__} cannot be created: raised", self._home):
+                called = self._object = self._run(partial(attribute, **_copied(self._options)))
+            self._options = {}
+        self.parameters = parameters_of(called) or []
         own = [p for p in self.parameters[2:] if p.kind in NAMED]  # behind prompts and responses
         self.columns = [p.name for p in own if p.default is p.empty]  # of the data set, that it needs
         self.named = self.columns
@@ -63,29 +67,37 @@ class PluginReward:
         self.logged.clear()
 
     def __call__(self, responses: Responses) -> Tensor:
-        """Scores (B,) float32; NaN where it returned None.
+        """Scores (B,) float64, as a function's numbers are; NaN where it returned None.
 
         Errors: InputError with its fault: the line that raised, the missing column, or the score that is no number.
         """
         texts = responses.texts
         batch = f"{len(texts)} responses, the first of them {texts[0][:60]!r}"
         call = self._call(responses)
-        with users_code("raised"):
+        with users_code("raised", self._home):
             returned = self._run(lambda: self._values(call()), self._limit)
         if not isinstance(returned, list):
             raise InputError(f"returned {type(returned).__name__}, not one number per response, on {batch}")
         if len(returned) != len(texts):
             raise InputError(f"returned {len(returned)} scores for {batch}")
-        scores = torch.tensor([math.nan if score is None else _number(score) for score in returned])
-        for score, raw, response in zip(scores.tolist(), returned, texts, strict=True):
-            if raw is not None and not math.isfinite(score):
-                shown = hidden(repr(raw))
-                raise InputError(f"the score of {response[:60]!r} is {shown}, not a finite number")
-        return scores
+        scores = [math.nan if score is None else _number(score) for score in returned]
+        for score, raw, response in zip(scores, returned, texts, strict=True):
+            if raw is not None and not abs(score) <= LARGEST:
+                fault = f"beyond {LARGEST:.2g}" if math.isfinite(score) else "not a finite number"
+                raise InputError(f"the score of {response[:60]!r} is {hidden(repr(raw))}, {fault}")
+        return torch.tensor(scores, dtype=torch.float64)
 
     def _call(self, responses: Responses) -> Callable[[], Any]:
+        """The call for these responses. It may change all that it gets: nothing of it is the program's."""
         prompts = responses.prompts
-        return partial(self._function, list(prompts.texts), list(responses.texts), **self.columns_of(prompts))
+        return self._with_options(list(prompts.texts), list(responses.texts), **self._copied_columns(prompts))
+
+    def _with_options(self, *arguments: Any, **named: Any) -> Callable[[], Any]:
+        return partial(self._object, *arguments, **_copied(self._options), **named)
+
+    def _copied_columns(self, prompts: Prompts) -> dict[str, list[Any]]:
+        # Each by itself: the responses to one prompt share its row.
+        return {name: [_copied(value) for value in values] for name, values in self.columns_of(prompts).items()}
 
     def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
         """Column of the data set -> its values, one a prompt. Errors: InputError if a prompt has no such column."""
@@ -115,16 +127,16 @@ class PluginReward:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of its state. Errors: InputError if this fails, or if JSON cannot restore the state exactly."""
-        with users_code("state_dict raised"):
+        with users_code("state_dict raised", self._home):
             state = self._run(self._object.state_dict)
-            copy: dict[str, Any] = json.loads(json.dumps(state))
-        if copy != state and repr(copy) != repr(state):  # NaN is not equal to itself
+            copied: dict[str, Any] = json.loads(json.dumps(state))
+        if copied != state and repr(copied) != repr(state):  # NaN is not equal to itself
             raise InputError("state_dict: JSON cannot hold it: use only numbers, texts, lists, and dicts of these")
-        return copy
+        return copied
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state. Errors: InputError if this fails."""
-        with users_code("load_state_dict raised"):
+        with users_code("load_state_dict raised", self._home):
             self._run(partial(self._object.load_state_dict, json.loads(json.dumps(state))))
 
     @staticmethod
@@ -180,13 +192,21 @@ class TRLReward(PluginReward):
             "log_metric": lambda name, value: self.logged[name].append(float(value)),
         }
         taken = {name: value for name, value in arguments.items() if self.takes_all or name in self.takes}
-        return partial(self._function, **self.columns_of(prompts), **taken)
+        return self._with_options(**self._copied_columns(prompts), **taken)
 
     @staticmethod
     def _values(answer: Any) -> Any:
         """As for `PluginReward`; nan means no score too."""
         values = PluginReward._values(answer)
         return [None if _is_nan(value) else value for value in values] if isinstance(values, list) else values
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a value, of all that it holds too; one that cannot be copied (a file that is being read) as it is."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 def _message(role: str, content: str) -> dict[str, str]:
@@ -204,11 +224,11 @@ def _event_loop(_thread: int) -> asyncio.AbstractEventLoop:
 
 
 def _number(score: Any) -> float:
-    """The number, inf beyond float32; NaN for what is not a single number. True is 1."""
+    """The number; NaN for what is not a single number. True is 1."""
     if isinstance(score, str) or not hasattr(score, "__float__"):
         return math.nan
     try:
-        return float(torch.tensor(float(score), dtype=torch.float32))
+        return float(score)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a row of several numbers
         return math.nan
 
@@ -223,7 +243,9 @@ class OwnThread:
     call gets a new thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], Any] = lambda: None) -> None:
+        """`begin`: runs in each new thread first."""
+        self._begin = begin
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
 
     def call(self, seconds: float | None, function: Callable[[], Any]) -> Any:
@@ -231,7 +253,7 @@ class OwnThread:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            threading.Thread(target=_serve, args=(self._calls, device), daemon=True).start()
+            threading.Thread(target=_serve, args=(self._calls, device, self._begin), daemon=True).start()
         answer: Future[Any] = Future()
         self._calls.put((function, answer))
         if not wait([answer], seconds).done:
@@ -240,9 +262,12 @@ class OwnThread:
         return answer.result()
 
 
-def _serve(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]], device: int | None) -> None:
+def _serve(
+    calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]], device: int | None, begin: Callable[[], Any]
+) -> None:
     if device is not None:
         torch.cuda.set_device(device)  # by default a new thread uses the first GPU
+    begin()
     while True:
         function, answer = calls.get()
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +14,7 @@ from types import FrameType
 from rlhf_kl.errors import Interrupted
 
 Handler = Callable[[int, FrameType | None], None]
+AGAIN_S = 2.0  # between interrupts of work that does not end: a pool of processes may wait for them when it is left
 
 
 class StopRequest:
@@ -20,27 +23,45 @@ class StopRequest:
     def __init__(self, grace: float) -> None:
         self.grace = grace  # seconds
         self.signal: int | None = None
+        self._waits = queue.SimpleQueue[float]()  # seconds until the next interrupt; a signal handler may put into it
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler: a second signal, or the end of the grace period, interrupts the work."""
         if self.signal is not None:
+            self._waits.put(AGAIN_S)
             raise Interrupted(self.signal)
         self.signal = number
         if sys.stderr.isatty():  # `os.write` may interrupt a print
             os.write(2, b"\nstopping after this update is done and saved; a second signal stops at once\n")
-        signal.setitimer(signal.ITIMER_REAL, max(self.grace, 1e-6))
+        self._waits.put(max(self.grace, 0.05))  # one that comes just before a wait would not end it
+
+    def insist(self, number: int) -> None:
+        """Send the main thread this signal after each wait. A timer of the system would take that of a user's code."""
+        wait = self._waits.get()
+        while wait >= 0.0:
+            try:
+                wait = self._waits.get(timeout=min(wait, threading.TIMEOUT_MAX))
+            except queue.Empty:
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+                wait = AGAIN_S
+
+    def end(self) -> None:
+        """No more interrupts."""
+        self._waits.put(-1.0)
 
 
 @contextmanager
 def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
     """The block looks for a signal after each step; a step that takes longer than `grace` seconds is interrupted."""
     request = StopRequest(grace)
-    with _handling(request.receive, signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+    insistence = threading.Thread(target=request.insist, args=(signal.SIGTERM,), daemon=True)
+    with _handling(request.receive, signal.SIGINT, signal.SIGTERM):
+        insistence.start()
         try:
             yield request
         finally:
-            if request.signal is not None:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            request.end()
+            insistence.join()
 
 
 @contextmanager

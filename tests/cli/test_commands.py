@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -158,3 +159,20 @@ def test_watch_follows_a_run_to_its_end(
     monkeypatch.setattr(time, "sleep", finish)
     assert rlhf_kl("report", folder, "--watch", "--every", "1").code == 0
     assert "refresh" not in (folder / "report.html").read_text()
+
+
+def test_a_file_of_the_users_does_not_take_the_place_of_a_library_in_the_program(tmp_path: Path) -> None:
+    """Python itself would put the working directory before all libraries (`python -m`)."""
+    (tmp_path / "random.py").write_text("raise SystemExit(3)\ndef f(prompts, responses): ...\n")
+    (tmp_path / "x.yaml").write_text("reward: {kind: random.py:f}\n")
+    command = [sys.executable, "-m", "rlhf_kl", "config", "validate", "x.yaml"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "random is the name of a library" in done.stderr
+
+
+def test_a_process_that_users_code_starts_imports_nothing_of_the_program() -> None:
+    code = "import sys, rlhf_kl.__main__; print(*(name for name in sys.modules if name.startswith('rlhf_kl')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["rlhf_kl", "rlhf_kl.__main__"]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,3 +193,112 @@ def test_a_function_for_trl_gets_messages_where_the_data_are_messages(checked: C
     _, samples = checked(TRL_CHECKER, "reward={{kind: '{mine}:said', interface: trl}}")
     for sample in samples:
         assert sample["score"] == len(sample["response"]) + sample["prompt"].count("a")
+
+
+# ---- what a function does to the process
+
+CAREFUL = """
+def f(prompts, responses, points):
+    return [p["n"] + r.count("a") for r, p in zip(responses, points)]
+"""
+CARELESS = """
+import os, random, warnings
+import numpy as np
+import torch
+
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
+torch.use_deterministic_algorithms(True)
+warnings.simplefilter("error")
+os.chdir("/")
+
+def f(prompts, responses, points):
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    torch.autocast("cpu", torch.bfloat16).__enter__()
+    return [p.pop("n") + r.count("a") for r, p in zip(responses, points)]
+"""
+
+
+def test_what_a_function_does_to_the_process_changes_no_figure(checked: Checked, tmp_path: Path) -> None:
+    """Nor what it does to its columns, nor how it seeds the libraries: the program draws nothing from them."""
+    changes = "reward={{kind: '{mine}:f'}}", "rollout.samples_per_prompt=2"
+    found = checked(CAREFUL, *changes)
+    careless = checked(CARELESS, *changes, folder="careless")
+    assert careless == found
+    unfinished(tmp_path / "careless", tmp_path / "crashed", kept=4)
+    assert checked(CARELESS, *changes, folder="crashed", resume=True) == found
+
+
+HANGS = {
+    "a pool whose processes die": """
+import multiprocessing, os
+def one(text): os._exit(1)
+def wait(texts):
+    with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.map(one, texts)
+""",
+    "an executor whose processes wait": """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+def one(text): time.sleep(1000)
+def wait(texts):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool: return [*pool.map(one, texts)]
+""",
+}
+CALL = """
+from pathlib import Path
+calls = 0
+def f(prompts, responses):
+    global calls
+    calls += 1
+    if calls < {first}: return [float(len(r)) for r in responses]
+    Path({told!r}).touch()
+    return wait(responses)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "first", "limit", "signals", "hang"),
+    [
+        ("doctor", 1, None, 2, "an executor whose processes wait"),
+        ("train", 1, None, 2, "a pool whose processes die"),
+        ("train", 8, None, 2, "an executor whose processes wait"),
+        ("train", 8, 1000, 1, "an executor whose processes wait"),
+        ("train", 8, None, 1, "a pool whose processes die"),
+    ],
+)
+def test_a_function_that_hangs_is_ended(
+    tiny_settings: dict[str, Any],
+    tmp_path: Path,
+    command: str,
+    first: int,
+    limit: float | None,
+    signals: int,
+    hang: str,
+) -> None:
+    """By two Ctrl-C at most, or one after the grace period; also among the reference's samples (the first call)."""
+    told = tmp_path / "told"
+    (tmp_path / "mine.py").write_text(HANGS[hang] + CALL.format(first=first, told=str(told)))
+    settings = tiny_settings | {
+        "reward": {"kind": "mine.py:f", "time_limit": limit},
+        "checkpoint": {"every": 1, "grace": 1 if signals == 1 else 1000},
+    }
+    (tmp_path / "hangs.yaml").write_text(yaml.safe_dump(settings))
+    words = [command, "--config", "hangs.yaml", "--quiet", *(["--output-dir", "run"] if command == "train" else [])]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-m", "rlhf_kl", *words], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            while not told.exists():
+                assert process.poll() is None
+                time.sleep(0.1)
+            time.sleep(1.0)
+            for _ in range(signals):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            assert process.wait(60) in (130, -signal.SIGINT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf_kl.config.load import load_config
 from rlhf_kl.config.plugins import check_named, configured_controller, make_controller, models_of, plugin_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
+from rlhf_kl.events import CoefNotFinite
 from rlhf_kl.kl_controllers import ScheduledKL, ZieglerKL
 from rlhf_kl.kl_controllers.base import KLController
 from rlhf_kl.kl_controllers.foreign import ForeignKL
@@ -176,3 +179,57 @@ def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(mon
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
     with pytest.raises(InputError, match=r"Law.update raised KeyError: 'at \$\{MY_KEY\}' \(mine.py:"):
         law.step(0.1, 64)
+
+
+METHODS = ("update", "observe_update", "observe_rate", "scale", "state_dict", "load_state_dict")
+WATCHED = """
+import torch
+class Watched:
+    def __init__(self, coef): self.coef, self.found = coef, []
+    def note(self, method):
+        from rlhf_kl_near_law import X
+        self.found.append(method)
+        torch.set_grad_enabled(False)
+        if method == FAILS: raise KeyError("broken")
+    def update(self, kl, episodes):
+        self.note("update")
+        self.coef = float("nan") if kl > 1 else self.coef
+    def observe_update(self, before, after, uncut): self.note("observe_update")
+    def observe_rate(self, factor): self.note("observe_rate")
+    def scale(self): return self.note("scale") or 0.5
+    def state_dict(self): return self.note("state_dict") or {"a": 1}
+    def load_state_dict(self, state): self.note("load_state_dict")
+"""
+
+
+@pytest.mark.parametrize("base", ["", "(rlhf_kl.KLController)"])
+@pytest.mark.parametrize("fails", ["", *METHODS])
+def test_every_method_of_a_law_runs_at_its_home(here: Path, fails: str, base: str) -> None:
+    """With its neighbours and settings, and with the line of its fault."""
+    (here / "laws").mkdir()
+    (here / "laws" / "rlhf_kl_near_law.py").write_text("X = 1\n")
+    code = WATCHED.replace("FAILS", repr(fails)).replace("Watched:", f"Watched{base}:")
+    if base:
+        code = "import rlhf_kl\n" + code.replace(
+            "self.coef, self.found = coef, []", "self.found = []; super().__init__(coef=coef)"
+        )
+    (here / "laws" / "law.py").write_text(code)
+    law = make_controller("laws/law.py:Watched", {"coef": 0.1})
+    user = law.law if isinstance(law, ForeignKL) else law
+
+    def use() -> None:
+        sys.modules.pop("rlhf_kl_near_law", None)
+        assert law.step(0.1, 64, (0.1, 0.1, 0.1)) == []
+        assert isinstance(law.step(2.0, 64)[0], CoefNotFinite)
+        law.change_rate(0.5)
+        assert law.distance_kept() == 0.5
+        law.restore(law.save())
+
+    if fails:
+        with pytest.raises(InputError, match=rf"Watched.{fails} raised KeyError: 'broken' \(law.py:"):
+            use()
+    else:
+        use()
+        assert set(user.found) == set(METHODS)
+    assert torch.is_grad_enabled()
+    sys.modules.pop("rlhf_kl_near_law", None)

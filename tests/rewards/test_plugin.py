@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import sys
 import threading
@@ -16,6 +17,7 @@ import torch
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import filled
 from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TRLReward
+from rlhf_kl.types import Prompts, Responses
 from tests.made import BATCH
 
 
@@ -37,7 +39,8 @@ NO_NUMBERS = [None, "123", dict.fromkeys(BATCH.texts, 1.0), {1.0, 2.0, 3.0}, fro
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        *(([1.0, x, 2.0], f"of 'second' is {x!r}, not a finite") for x in (NAN, math.inf, "high", [1.0], 1e300)),
+        *(([1.0, x, 2.0], f"of 'second' is {x!r}, not a finite") for x in (NAN, math.inf, "high", [1.0])),
+        ([1.0, 1e300, 2.0], "of 'second' is 1e+300, beyond 3.4e+38"),
         (torch.zeros(3, 2), "not a finite number"),
         ([1.0, 2.0], "returned 2 scores for 3 responses"),
         *((value, f"returned {type(value).__name__}, not one number per response") for value in NO_NUMBERS),
@@ -58,11 +61,12 @@ def test_what_is_not_one_finite_number_in_the_place_of_each_response_is_refused(
         ([True, False, None], [1.0, 0.0, NAN]),
         (np.array([True, False, False]), [1.0, 0.0, 0.0]),
         (torch.tensor([True, False, False]), [1.0, 0.0, 0.0]),
+        ([100_000_001.0, 1e-30, 1e30], [100_000_001.0, 1e-30, 1e30]),  # digits that float32 lacks
     ],
 )
 def test_numbers_of_every_make_are_taken_and_none_is_no_score(value: Any, scores: list[float]) -> None:
     found = PluginReward(returns(value))(BATCH)
-    assert (found.dtype, found.tolist()) == (torch.float32, pytest.approx(scores, nan_ok=True))
+    assert (found.dtype, found.tolist()) == (torch.float64, pytest.approx(scores, rel=1e-12, nan_ok=True))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,51 @@ def test_what_it_returns_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
         PluginReward(odd, options)(BATCH)
     assert "sk-" not in str(caught.value)
+
+
+def emptied(value: Any) -> int:
+    """How many things a list or dict held, and those within; now it is empty."""
+    inner = list(value.values()) if isinstance(value, dict) else value
+    count = len(inner) + sum(emptied(x) for x in inner if isinstance(x, list | dict))
+    value.clear()
+    return count
+
+
+COLUMN = {"tests": ["a", {"b": ["c", "d"]}]}
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_a_function_may_change_all_that_it_gets(limit: float | None) -> None:
+    """Columns, of which responses to one prompt share a row; options; what TRL gives; all of them nested."""
+    row = copy.deepcopy(COLUMN)
+    prompts = Prompts(["p"] * 3, [[1]] * 3, [row] * 3, [(("user", "p"),)] * 3)
+    batch = Responses(prompts, ["x", "y", "z"], [[1], [2], [3]])
+    options = {"words": {"good": ["a", "b"]}}
+
+    def function(prompts: Any, responses: Any, tests: Any, words: Any) -> list[float]:
+        return [float(emptied(row) + (emptied(words) if words else 0)) for row in tests]
+
+    def of_trl(prompts: Any, completions: Any, completion_ids: Any, tests: Any, words: Any) -> list[float]:
+        scores = function(prompts, completions, tests, words)
+        assert [emptied(given) for given in (prompts, completions, completion_ids)] == [3 + 3 + 3 * 2] * 2 + [3 + 3]
+        return scores
+
+    for reward in (PluginReward(function, options, limit), TRLReward(of_trl, options, limit)):
+        for _ in range(2):
+            assert reward(batch).tolist() == [5.0 + 3.0, 5.0, 5.0]
+    assert row == COLUMN
+    assert options == {"words": {"good": ["a", "b"]}}
+    assert (batch.ids, batch.texts, prompts.messages) == ([[1], [2], [3]], ["x", "y", "z"], [(("user", "p"),)] * 3)
+
+
+def test_a_value_that_cannot_be_copied_is_given_as_it_is() -> None:
+    lock = threading.Lock()
+    batch = BATCH._replace(prompts=replace(BATCH.prompts, rows=[{"lock": lock}] * 3))
+
+    def same(prompts: Any, responses: Any, lock: Any) -> list[float]:
+        return [float(each is lock[0]) for each in lock]
+
+    assert PluginReward(same)(batch).tolist() == [1.0] * 3
 
 
 class KeepsATable:

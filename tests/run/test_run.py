@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
 from rlhf_kl.optim import adamw
 from rlhf_kl.run import run as run_module
+from rlhf_kl.run import signals
 from rlhf_kl.run.checkpoint import checkpoints, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
 from rlhf_kl.run.run import Run, open_run
@@ -305,14 +307,39 @@ def test_a_step_that_does_not_end_is_cut_short(
                 os.kill(os.getpid(), signal.SIGINT)
             time.sleep(20)
 
-    began = time.monotonic()
+    began, threads = time.monotonic(), threading.active_count()
     with pytest.raises(Interrupted) as caught:
         work("run", f"checkpoint.grace={grace}", at=hang)
     assert time.monotonic() - began < 10
     assert caught.value.exit_code == 143
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert threading.active_count() == threads
     work("run", resume=True)
     assert left(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("grace", [0.1, 100.0])
+def test_what_waits_again_on_its_way_out_is_interrupted_again(grace: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a pool of processes does that is left while they work. The timer of a user's own time limit stays as it is."""
+    monkeypatch.setattr(signals, "AGAIN_S", 0.1)
+    before, left = signal.getitimer(signal.ITIMER_REAL)[0], []
+
+    def wait() -> None:
+        try:
+            for _ in range(2 if grace > 1.0 else 1):
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+        finally:
+            left.append(time.monotonic())
+            time.sleep(20)
+
+    signal.setitimer(signal.ITIMER_REAL, 1000.0)  # as pytest-timeout and rewards with time limits of their own do
+    try:
+        with pytest.raises(Interrupted), stopping_on_signals(grace):
+            wait()
+        assert time.monotonic() - left[0] < 10
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 900.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, before)
 
 
 def test_a_first_signal_is_answered_at_a_terminal(
