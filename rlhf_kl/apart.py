@@ -7,7 +7,6 @@ Afterwards they are the program's again. Without this, a file that switches grad
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import sys
@@ -16,8 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -83,8 +80,7 @@ class Home:
         ours = _read(_settings())
         self.settle()
         try:
-            with _once_torch_is_there(lambda: ours.update(_read(_of_torch()))):
-                yield
+            yield
         finally:
             known = _settings()
             for name, now in (found := _read(known)).items():
@@ -111,6 +107,7 @@ def _write(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
 
 
 def _settings() -> dict[str, Setting]:
+    """Without those of a torch that is not imported: a command that computes with torch has it before users' code."""
     return OF_PYTHON | (_of_torch() if "torch" in sys.modules else {})
 
 
@@ -191,44 +188,6 @@ def _gpu() -> int:
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-
-
-@contextlib.contextmanager
-def _once_torch_is_there(then: Callable[[], Any]) -> Iterator[None]:
-    """A block that may be the first to import torch: `then` is called with torch as it comes."""
-    if "torch" in sys.modules:
-        yield
-        return
-    finder = _TorchFinder(then)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        finder.leave()
-
-
-class _TorchFinder(MetaPathFinder):
-    def __init__(self, then: Callable[[], Any]) -> None:
-        self.then = then
-
-    def leave(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
-        if name != "torch":
-            return None
-        self.leave()
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run: Callable[[ModuleType], None] = spec.loader.exec_module
-
-            def run_then(module: ModuleType) -> None:
-                run(module)
-                self.then()
-
-            spec.loader.exec_module = run_then  # type: ignore[method-assign]
-        return spec
 
 
 # ---- signals
