@@ -107,7 +107,7 @@ def _write(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
 
 
 def _settings() -> dict[str, Setting]:
-    """Without those of a torch that is not imported: a command that computes with torch has it before users' code."""
+    """Without those of a torch that is not imported: a command that computes with it imports it before users' code."""
     return OF_PYTHON | (_of_torch() if "torch" in sys.modules else {})
 
 

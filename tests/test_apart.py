@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from rlhf_kl.plugins import home_of, load_attribute, users_code
 from rlhf_kl.rewards.plugin import PluginReward
@@ -94,7 +95,7 @@ def test_what_a_file_sets_holds_in_the_thread_of_its_time_limit(
     )
     for limit in (None, 60.0):
         assert len(PluginReward(load_attribute("sets.py:f"), {}, limit)(BATCH)) == 3
-        assert PluginReward(load_attribute("sets.py:g"), {}, limit)(BATCH).dtype == torch.float32
+        assert PluginReward(load_attribute("sets.py:g"), {}, limit)(BATCH).tolist() == [0.0] * 3
         assert torch.is_grad_enabled()
         assert torch.get_default_dtype() == torch.float32
 
@@ -121,17 +122,16 @@ def test_ctrl_c_is_the_program_s_whatever_a_library_does(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_file_that_imports_torch_before_the_program_does(tmp_path: Path) -> None:
-    """As in every command: plugins are checked first. What torch begins with is then the program's."""
+def test_torch_is_there_before_a_file_that_imports_it(tmp_path: Path, tiny_settings: dict[str, Any]) -> None:
+    """A command checks plugins first: what torch begins with is the program's, whoever needs it first."""
     (tmp_path / "near.py").write_text("import transformers\n")
     (tmp_path / "sets.py").write_text(
-        "import near, torch\ntorch.set_grad_enabled(False)\ntorch.set_num_threads(3)\ndef f(): ...\n"
+        "import near, torch\ntorch.set_grad_enabled(False)\ntorch.set_num_threads(3)\ndef f(prompts, responses): ...\n"
     )
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(tiny_settings | {"reward": {"kind": "sets.py:f"}}))
     code = """
-        import sys
-        from rlhf_kl.plugins import load_attribute
-        load_attribute("sets.py:f")
-        assert not [finder for finder in sys.meta_path if "rlhf_kl" in type(finder).__module__]
+        from rlhf_kl.commands.options import read_config
+        read_config("train", "x.yaml", None)
         import torch
         print(torch.is_grad_enabled(), torch.get_num_threads())
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,10 +74,11 @@ def read_config(
 ) -> Any:
     """The config with the changes of the command line, of which --output-dir, --seed and --updates win.
 
-    Its models and plugins are checked: errors come before torch is imported.
+    Its models and plugins are checked. Errors come before torch is imported, but for those of plugins: what torch
+    begins with is the program's, whatever a file of the user's sets as it imports it.
     """
     from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.plugins import check_named
+    from rlhf_kl.config.plugins import check_named, plugins_of
 
     check_updates(updates, sets)
     changes = list(sets or [])
@@ -87,6 +89,8 @@ def read_config(
     config = load_config(kind, file, changes)
     if updates is not None:
         config = load_config(kind, file, [*changes, f"ppo.total_episodes={updates * config.rollout.batch_size}"])
+    if plugins_of(config):
+        importlib.import_module("torch")
     check_named(config)
     return config
 
