@@ -114,14 +114,20 @@ def _settings() -> dict[str, Setting]:
     return OF_PYTHON | (_of_torch() if "torch" in sys.modules else {})
 
 
-def _set_warning_filters(filters: list[Any]) -> None:
-    warnings.resetwarnings()  # which tells the C code of the change too
-    warnings.filters[:] = filters  # type: ignore[index]
+def _raising() -> list[Any]:
+    """The filters that turn warnings into errors. Others are not a user's alone: libraries add some when imported."""
+    return [filter_ for filter_ in warnings.filters if filter_[0] == "error"]
+
+
+def _set_raising(wanted: list[Any]) -> None:
+    kept = [filter_ for filter_ in warnings.filters if filter_[0] != "error" or filter_ in wanted]
+    warnings.resetwarnings()  # which tells the C code of a change too
+    warnings.filters[:] = [*(filter_ for filter_ in wanted if filter_ not in kept), *kept]  # type: ignore[index]
 
 
 OF_PYTHON = {
     "working directory": Setting(os.getcwd, os.chdir),
-    "warning filters": Setting(lambda: list(warnings.filters), _set_warning_filters),
+    "warnings as errors": Setting(_raising, _set_raising),
 }
 
 
@@ -204,22 +210,21 @@ def _once_torch_is_there(then: Callable[[], Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        finder.leave()
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not finder]
 
 
 class _TorchFinder(MetaPathFinder):
     def __init__(self, then: Callable[[], Any]) -> None:
-        self.then = then
-
-    def leave(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self.then, self.asks = then, False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
-        if name != "torch":
+        if name != "torch" or self.asks:
             return None
-        self.leave()
-        spec = importlib.util.find_spec(name)
+        self.asks = True
+        try:
+            spec = importlib.util.find_spec(name)  # by the other finders
+        finally:
+            self.asks = False
         if spec is not None and spec.loader is not None:
             run: Callable[[ModuleType], None] = spec.loader.exec_module
 
