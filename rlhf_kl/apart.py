@@ -111,14 +111,20 @@ def _settings() -> dict[str, Setting]:
     return OF_PYTHON | (_of_torch() if "torch" in sys.modules else {})
 
 
-def _set_warning_filters(filters: list[Any]) -> None:
-    warnings.resetwarnings()  # which tells the C code of the change too
-    warnings.filters[:] = filters  # type: ignore[index]
+def _raising() -> list[Any]:
+    """The filters that turn warnings into errors. Others are not a user's alone: libraries add some when imported."""
+    return [filter_ for filter_ in warnings.filters if filter_[0] == "error"]
+
+
+def _set_raising(wanted: list[Any]) -> None:
+    kept = [filter_ for filter_ in warnings.filters if filter_[0] != "error" or filter_ in wanted]
+    warnings.resetwarnings()  # which tells the C code of a change too
+    warnings.filters[:] = [*(filter_ for filter_ in wanted if filter_ not in kept), *kept]  # type: ignore[index]
 
 
 OF_PYTHON = {
     "working directory": Setting(os.getcwd, os.chdir),
-    "warning filters": Setting(lambda: list(warnings.filters), _set_warning_filters),
+    "warnings as errors": Setting(_raising, _set_raising),
 }
 
 

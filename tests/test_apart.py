@@ -36,7 +36,7 @@ SETTINGS = {  # what sets one -> what tells it
     "torch.autograd.set_detect_anomaly(True)": "torch.is_anomaly_enabled()",
     "torch.set_flush_denormal(True)": "bool(torch.tensor(1e-310, dtype=torch.float64) * 1.0)",
     "os.chdir('/')": "os.getcwd()",
-    "warnings.simplefilter('always')": "warnings.filters[0][0]",
+    "warnings.filterwarnings('error', 'of mine')": "sum(each[0] == 'error' for each in warnings.filters)",
 }
 CODE = """
 import os, torch, warnings
