@@ -43,8 +43,9 @@ class Home:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """A block that runs its code."""
-        with self._on_path(), self._importable(), self._with_settings(), _signals_kept():
+        """A block that runs its code. What that prints goes to stderr: stdout is for the program's results."""
+        printed = contextlib.redirect_stdout(sys.stderr)
+        with self._on_path(), self._importable(), self._with_settings(), _signals_kept(), printed:
             yield
 
     def settle(self) -> None:

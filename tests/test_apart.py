@@ -100,6 +100,16 @@ def test_what_a_file_sets_holds_in_the_thread_of_its_time_limit(
         assert torch.get_default_dtype() == torch.float32
 
 
+def test_what_a_function_prints_does_not_stand_among_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --json, stdout is one document."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tells.py").write_text("print('imported')\ndef f(prompts, responses): print('called')\n")
+    run(load_attribute("tells.py:f"))
+    assert capsys.readouterr() == ("", "imported\ncalled\n")
+
+
 def test_a_folder_that_has_gone_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sets.py").write_text(
