@@ -74,7 +74,7 @@ def test_configs_that_pip_has_compiled(rlhf_kl: Cli, here: Path, monkeypatch: py
     assert rlhf_kl("init", "mine").code == 0
     assert {path.name for path in (here / "mine").iterdir()} == {"heldout.txt", "mine.py", "mine.yaml", "prompts.jsonl"}
     assert rlhf_kl("config", "validate", "smollm2_sentiment.yaml").code == 0
-    assert "pycache" not in rlhf_kl("config", "validate", "pycache").err
+    assert "__pycache__" not in rlhf_kl("config", "validate", "pycache").err
 
 
 def test_schema_is_one_json_document(rlhf_kl: Cli) -> None:
