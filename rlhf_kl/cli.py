@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -27,6 +28,7 @@ TRAINING = {  # commands that take a config, and one that comes along
     "compare": "compare_adaptive_vs_static.yaml",
     "doctor": "ppo_adaptive.yaml",
 }
+RESUMED = ("train", "sft", "reward-model", "compare")
 TAKES = {"eval": "--run", "generate": "--prompt"}  # what a word without an option was probably meant for
 app = typer.Typer(
     name="rlhf-kl",
@@ -74,7 +76,14 @@ def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
     wait_without_spinning()
     hide_library_warnings()
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # one more, while the first was to be told
+        print("interrupted", file=sys.stderr)
+        code = 130
+    # What libraries do at the exit would answer a signal with a traceback.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(code or 130))
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -91,12 +100,11 @@ def run(arguments: Sequence[str]) -> int:
             for line in getattr(error, "problems", None) or [str(error)]:
                 print(f"error: {safe_text(line)}", file=sys.stderr)
         return error.exit_code
-    except Interrupted as interrupted:
-        print(f"interrupted; to go on from the last checkpoint: {_going_on(arguments)}", file=sys.stderr)
-        return interrupted.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        if not _follows():
+            way = f"; to go on from the last checkpoint: {_going_on(arguments)}" if arguments[0] in RESUMED else ""
+            print(f"interrupted{way}", file=sys.stderr)
+        return getattr(interrupted, "exit_code", 130)
     except BrokenPipeError:
         # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

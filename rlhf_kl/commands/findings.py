@@ -37,13 +37,14 @@ from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.kl_controllers.tilt import best_of_n
 from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
-from rlhf_kl.models.lora import has_adapter
+from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.run.checkpoint import checkpoint_size, interval_words, usual_interval
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.measured import conditions, keep_measured
 from rlhf_kl.seeding import library_state, seed_libraries
@@ -247,6 +248,11 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all; --updates N makes another number")
+    size = checkpoint_size(checkpointed(training.trainer.model.modules), training.trainer.optimizer)
+    written = config.checkpoint.every
+    every = usual_interval(size, config.updates) if written == "auto" else written
+    text = interval_words(every, size, "updates", auto=written == "auto", seconds=update)
+    yield judged("checkpoint", True, f"{text}; checkpoint.every=N makes another number")
     yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,14 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, Interrupted
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import Kind
 
 
-class PlainFlags:
-    """A command whose help shows no `<bool>` beside a flag, which takes no value."""
+class Plain:
+    """A command whose help shows no `<bool>` beside a flag, which takes no value, and that Ctrl-C does not silence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
+        except KeyboardInterrupt:  # which typer would turn into an exit code
+            raise Interrupted(signal.SIGINT) from None
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -26,8 +33,8 @@ class PlainFlags:
         return params
 
 
-Command: Any = type("Command", (PlainFlags, TyperCommand), {})
-Group: Any = type("Group", (PlainFlags, TyperGroup), {})
+Command: Any = type("Command", (Plain, TyperCommand), {})
+Group: Any = type("Group", (Plain, TyperGroup), {})
 
 Config = Annotated[
     str, typer.Option("--config", "-c", metavar="FILE", help="YAML: a path, a name in configs/, or a shipped config.")
