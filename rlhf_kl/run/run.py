@@ -94,6 +94,8 @@ class Run:
                 self._find_checkpoint()
             else:  # a start that did not fit left it; this one's passes have their usual size
                 self.folder.passes.unlink(missing_ok=True)
+            if self.finished is None:
+                self.folder.check_copies(plugin_copies(self.config))
 
         self._overwrites = overwrite
         self.ranks.run(first if self.ranks.writes else lambda: None)
@@ -186,15 +188,14 @@ class Run:
         folder, config = self.folder, self.config
         copies = plugin_copies(config)  # before they are removed: one may be a copy itself
         if self._overwrites:
-            folder.remove_run()
+            folder.remove_run(copies)
         sent = max((row["step"] for row in read_jsonl(folder.metrics)), default=0) if self.checkpoint else 0
         sent -= folder.summary.is_file()  # its closing row makes room for an update
         lengths = self._state.get("lengths", {})
         self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
         if self.kind == "train":
             self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
-        for name, content in copies.items():
-            write_atomic(folder.path / name, content)
+        folder.write_copies(copies)
         write_atomic(folder.config, dump_config(config))
         views: dict[str, Callable[[], Any]] = {}
         if config.tracking.tensorboard:

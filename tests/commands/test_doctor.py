@@ -48,7 +48,20 @@ def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Docto
 def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     found = doctor()
     untrained = {"scores"}  # doubtful of a random model and a reward that counts a letter
-    fine = {"dtype", "rate", "context", "memory", "start", "targets", "beta", "samples", "EOS", "time", "eval"}
+    fine = {
+        "dtype",
+        "rate",
+        "context",
+        "memory",
+        "start",
+        "targets",
+        "beta",
+        "samples",
+        "EOS",
+        "time",
+        "eval",
+        "checkpoint",
+    }
     assert found.keys() == fine | untrained
     levels = {topic: {level for level, _ in lines} for topic, lines in found.items() if topic in fine}
     assert levels == {topic: {"fine"} for topic in fine}

@@ -133,6 +133,26 @@ def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(work: Work, tmp_path: Pa
     assert copy.is_file()
 
 
+def test_a_users_file_in_the_place_of_a_plugins_copy_is_kept(work: Work, tmp_path: Path) -> None:
+    law, copy = tmp_path / "law.py", tmp_path / "run" / "law.py"
+    law.write_text("class Keep:\n    coef = 0.4\n    def update(self, kl, episodes): ...\n")
+    with pytest.raises(Killed):
+        work("run", f"kl.controller={{kind: '{law}:Keep'}}", at=die)
+    copy.write_text(f"{copy.read_text()}# my notes\n")
+    before = left_of(tmp_path / "run")
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(InputError, match=r"run/law\.py is not the copy that a run made"):
+            work("run", f"kl.controller={{kind: '{law}:Keep'}}", **options)
+    assert left_of(tmp_path / "run") == before
+    work("run", overwrite=True)  # which copies nothing
+    assert copy.read_text().endswith("# my notes\n")
+
+
+def left_of(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".rlhf-kl.lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
 # ---- which checkpoints there are
 
 
