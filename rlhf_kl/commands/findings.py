@@ -7,6 +7,8 @@ at the start it leaves in the run's folder for the `train` that follows.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +46,7 @@ from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
-from rlhf_kl.run.checkpoint import checkpoint_size, interval_words, usual_interval
+from rlhf_kl.run.checkpoint import checkpoint_size, interval_words, usual_interval, volume
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.measured import conditions, keep_measured
 from rlhf_kl.seeding import library_state, seed_libraries
@@ -248,12 +250,25 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     seconds = start + config.updates * update + evaluations * evaluation
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: about {duration(seconds)} in all; --updates N makes another number")
+    yield check_checkpoints(config, training, update)
+    yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
+
+
+def check_checkpoints(config: TrainConfig, training: Training, update: float) -> Finding:
+    """How often there is one, where an `update` takes so many seconds, and whether the run's folder has room for them.
+
+    One more than `checkpoint.keep` may stay, and the next is complete before an older one goes.
+    """
     size = checkpoint_size(checkpointed(training.trainer.model.modules), training.trainer.optimizer)
-    written = config.checkpoint.every
+    written, folder = config.checkpoint.every, Path(config.run.output_dir).absolute()
     every = usual_interval(size, config.updates) if written == "auto" else written
     text = interval_words(every, size, "updates", auto=written == "auto", seconds=update)
-    yield judged("checkpoint", True, f"{text}; checkpoint.every=N makes another number")
-    yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
+    there = next(place for place in (folder, *folder.parents) if place.is_dir())
+    if not os.access(there, os.W_OK):
+        return Finding("fatal", "checkpoint", f"{there} cannot be written", "run.output_dir, or --output-dir of train")
+    room, need = shutil.disk_usage(there).free, (config.checkpoint.keep + 2) * size
+    text += f"; {config.checkpoint.keep + 2} of them take {volume(need)}, of {volume(room)} that are free"
+    return judged("checkpoint", need < room, text, "room on the disk, another run.output_dir or checkpoint.keep=1")
 
 
 def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tuple[int, float]:

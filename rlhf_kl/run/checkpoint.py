@@ -185,10 +185,14 @@ def usual_interval(size: int, total: int, few: int = 5) -> int:
     return min(few * max(1, math.ceil(size / 5e9)), max(1, total // FEWEST))
 
 
+def volume(size: int) -> str:
+    """Bytes in words."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{math.ceil(size / 1e6)} MB"
+
+
 def interval_words(every: int, size: int, unit: str, *, auto: bool, seconds: float | None = None) -> str:
     """When checkpoints are written, for the start of a run; `seconds`: of an update, where that is known."""
-    volume = f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{math.ceil(size / 1e6)} MB"
-    words = f"a checkpoint every {every} {unit if every > 1 else unit.removesuffix('s')} ({volume}"
+    words = f"a checkpoint every {every} {unit if every > 1 else unit.removesuffix('s')} ({volume(size)}"
     if seconds is not None:
         between = every * seconds
         words += f", about every {duration(min(between, max(MOST_SECONDS, seconds)) if auto else between)}"

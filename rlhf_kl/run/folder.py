@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -195,19 +196,23 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file (text as UTF-8) under a temporary name, sync it and rename it into place.
 
-    A link of that name, or of the temporary one, is replaced: nothing is written through it.
+    A link of that name, or of the temporary one, is replaced: nothing is written through it. Errors: OSError with the
+    file's own name.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = _temporary(path)
-    temporary.unlink(missing_ok=True)
     try:
+        temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 

@@ -385,7 +385,7 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
             write_atomic(run.folder.passes, f"{pass_share() / 2}\n")
         raise RunFailed(f"{error}; {run.way_on()}. With --resume passes have half the rows") from error
     except SafetensorError as error:  # it names the disk's error
-        raise RunFailed(f"{error}; {run.way_on()}") from error
+        raise RunFailed(f"{run.folder.path}: {error}; {run.way_on()}") from error
     except OSError as error:
         if error.errno is None:  # a library's own words, not the system's
             raise

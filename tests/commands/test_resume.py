@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.commands import final, loop
@@ -143,6 +145,27 @@ def test_ctrl_c_twice_ends_each_phase_with_one_line_and_the_run_goes_on(
     assert rlhf_kl(*words, "--resume").code == 0
     assert_same_run(tiny_run, tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").rglob(".*")} == {".rlhf-kl.lock", ".rlhf-kl.copies"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("os error 28")])
+def test_a_disk_that_fills_while_the_policy_is_written(
+    train: Train, tiny_run: Path, rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(model: Any, tokenizer: Any, place: Path, tensors: Any) -> None:
+        (place / "model.safetensors").write_text("half")
+        raise error
+
+    words = ["train", "--config", tiny_run / "config.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(final, "save_model", full)
+        code, out, err = rlhf_kl(*words)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(
+        f"error: {tmp_path / 'run'}: {error.args[-1]}; the checkpoint of step 6 is complete: --resume"
+    )
+    assert not list((tmp_path / "run").glob("*final*"))
+    assert rlhf_kl(*words, "--resume").code == 0
+    assert_same_run(tiny_run, tmp_path / "run")
 
 
 @pytest.mark.quick

@@ -188,6 +188,11 @@ def test_places_that_cannot_be_written_are_input_errors(tmp_path: Path) -> None:
             open_folder(place)
 
 
+def test_a_file_that_cannot_be_written_is_named_by_its_own_name() -> None:
+    with pytest.raises(OSError, match="'/proc/report.html'"):
+        write_atomic(Path("/proc/report.html"), "x")
+
+
 HOLDER = """
 import os, pathlib, sys, time
 from rlhf_kl.run.folder import RunFolder, lock_run_folder
