@@ -189,7 +189,7 @@ def test_places_that_cannot_be_written_are_input_errors(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named_by_its_own_name() -> None:
-    with pytest.raises(OSError, match="'/proc/report.html'"):
+    with pytest.raises(OSError, match=r"'/proc/report\.html'"):
         write_atomic(Path("/proc/report.html"), "x")
 
 
