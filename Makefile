@@ -73,6 +73,19 @@ test-newest:  ## the fast tests with the newest versions that pyproject allows, 
 		paste -sd ' ' | sed "s/^/newest versions, on $$($(NEWEST) -V): /"
 	$(NEWEST) -m pytest -n 2 --dist loadfile
 
+WHEEL := .venv-wheel/bin/python
+.venv-wheel/.ready: pyproject.toml .ci/constraints.txt
+	$(BASE_PYTHON) -m venv .venv-wheel
+	$(WHEEL) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
+	@touch $@
+
+test-wheel: .venv-wheel/.ready  ## each command once, with the wheel in an environment of its own, from an empty folder
+	rm -rf dist
+	$(WHEEL) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(WHEEL) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt dist/*.whl
+	$(WHEEL) -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
+	RLHF_KL_CACHE=$(or $(RLHF_KL_CACHE),$(CURDIR)/.venv-wheel/cache) scripts/test_wheel.sh $(WHEEL)
+
 test-integrations: $(TRL_ENV)/.ready  ## the controller in TRL's trainers (TRL=1.14 and 1.15 too; minutes)
 	$(TRL_ENV)/bin/python -m pytest tests/integrations
 
@@ -99,7 +112,7 @@ types: $(DEV_READY)  ## mypy, strict
 imports: $(DEV_READY)  ## the layers that modules may import from
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-check: lint types imports test  ## before every commit; CI runs test-slow too
+check: lint types imports test  ## before every commit; CI runs test-slow and test-wheel too
 
 bench-control: $(READY)  ## how well each controller holds the target (an hour or two on 2 cores)
 	$(PY) scripts/bench_control.py
@@ -142,6 +155,6 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 	$(PY) scripts/bench.py --device cuda --models gpt2 --dtypes bfloat16 --batch 256 --length 128 --out bench-gpu.json $(BENCH)
 
 clean:  ## remove the environment and caches, never runs
-	rm -rf .venv .venv-newest .venv-trl-* .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf .venv .venv-newest .venv-wheel .venv-trl-* .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations test-vllm lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations test-vllm test-wheel lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean

@@ -28,6 +28,7 @@ TRAINING = {  # commands that take a config, and one that comes along
     "compare": "compare_adaptive_vs_static.yaml",
     "doctor": "ppo_adaptive.yaml",
 }
+RESUMED = ("train", "sft", "reward-model", "compare")
 TAKES = {"eval": "--run", "generate": "--prompt"}  # what a word without an option was probably meant for
 app = typer.Typer(
     name="rlhf-kl",
@@ -75,7 +76,13 @@ def main() -> None:
     """Entry point of the script: runs the command line and exits with its code."""
     wait_without_spinning()
     hide_library_warnings()
-    code = run(sys.argv[1:])
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # one more, while the first was to be told
+        print("interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    # What libraries do at the exit would answer a signal with a traceback.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(code or 128 + signal.SIGINT))
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         end_soon(code)
     sys.exit(code)
@@ -97,12 +104,11 @@ def run(arguments: Sequence[str]) -> int:
             for line in getattr(error, "problems", None) or [str(error)]:
                 print(f"error: {safe_text(line)}", file=sys.stderr)
         return error.exit_code
-    except Interrupted as interrupted:
-        print(f"interrupted; to go on from the last checkpoint: {_going_on(arguments)}", file=sys.stderr)
-        return interrupted.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        if not _follows():
+            way = f"; to go on from the last checkpoint: {_going_on(arguments)}" if arguments[0] in RESUMED else ""
+            print(f"interrupted{way}", file=sys.stderr)
+        return getattr(interrupted, "exit_code", 130)
     except BrokenPipeError:
         # The reader (`| head`) has gone; the interpreter must not try to flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,8 @@ at the start it leaves in the run's folder for the `train` that follows.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +39,7 @@ from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.kl_controllers.tilt import best_of_n
 from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
 from rlhf_kl.models.load import context_length, parameter_count
-from rlhf_kl.models.lora import has_adapter
+from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.checks import check_first
@@ -46,6 +48,7 @@ from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import REWARD
+from rlhf_kl.run.checkpoint import checkpoint_size, interval_words, usual_interval, volume
 from rlhf_kl.run.log import check_installed, peak_memory_mb
 from rlhf_kl.run.measured import conditions, keep_measured
 from rlhf_kl.seeding import library_state, seed_libraries
@@ -250,6 +253,7 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     evaluations = 2 + (config.updates - 1) // training.plan.every
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: {run_time(config.updates, training.plan.every, start, update, evaluation)}")
+    yield check_checkpoints(config, training, update)
     yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
 
 
@@ -261,6 +265,23 @@ def run_time(updates: int, every: int, start: float, update: float, evaluation: 
 
     shorter = f"`train --updates {FEWER}`: {about(FEWER)}" if updates > FEWER else "`train --updates N` makes N"
     return f"{about(updates)} in all; {shorter}"
+
+
+def check_checkpoints(config: TrainConfig, training: Training, update: float) -> Finding:
+    """How often there is one, where an `update` takes so many seconds, and whether the run's folder has room for them.
+
+    One more than `checkpoint.keep` may stay, and the next is complete before an older one goes.
+    """
+    size = checkpoint_size(checkpointed(training.trainer.model.modules), training.trainer.optimizer)
+    written, folder = config.checkpoint.every, Path(config.run.output_dir).absolute()
+    every = usual_interval(size, config.updates) if written == "auto" else written
+    text = interval_words(every, size, "updates", auto=written == "auto", seconds=update)
+    there = next(place for place in (folder, *folder.parents) if place.is_dir())
+    if not os.access(there, os.W_OK):
+        return Finding("fatal", "checkpoint", f"{there} cannot be written", "run.output_dir, or --output-dir of train")
+    room, need = shutil.disk_usage(there).free, (config.checkpoint.keep + 2) * size
+    text += f"; {config.checkpoint.keep + 2} of them take {volume(need)}, of {volume(room)} that are free"
+    return judged("checkpoint", need < room, text, "room on the disk, another run.output_dir or checkpoint.keep=1")
 
 
 def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tuple[int, float]:

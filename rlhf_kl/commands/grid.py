@@ -114,6 +114,7 @@ def start_run(plan: ComparePlan, run: PlannedRun, jobs: int, overwrite: bool) ->
         # Each its share, or the processes fight for the same cores.
         environment[NUMBER] = str(max(1, threads // jobs))
     mode = "--overwrite" if overwrite else "--resume"
+    file.unlink(missing_ok=True)  # a link is replaced
     with file.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), mode, "--quiet"],

@@ -22,7 +22,8 @@ def init(
 
     if folder.suffix in (".yaml", ".yml") or folder.is_file():
         raise InputError(f"{folder} is no folder: init takes one, new or empty, and writes mine.yaml into it")
-    files = sorted((shipped_configs() / "init").iterdir())
+    # pip compiles mine.py where it installs it: __pycache__ is no file of a run
+    files = sorted(file for file in (shipped_configs() / "init").iterdir() if file.is_file())
     if taken := [folder / file.name for file in files if os.path.lexists(folder / file.name)]:
         raise InputError(*(f"{file} is there already: init overwrites nothing, name a new folder" for file in taken))
     folder.mkdir(parents=True, exist_ok=True)

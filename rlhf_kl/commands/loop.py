@@ -96,7 +96,7 @@ class TrainLoop:
 
     def work(self) -> dict[str, Any]:
         """All updates, then the closing evaluation, `final/` and the summary."""
-        self.run.begin()
+        self.run.begin(self.config.updates)
         self.announce()
         kl = self.config.kl
         table = ui.RunTable(self.config.updates, kl.target_value, kl.unit)
@@ -111,7 +111,7 @@ class TrainLoop:
         self.spare()
         if 0 in self.run.spared and self.run.checkpoint is None:
             self.run.save(0)
-        for step in self.run.steps(total):
+        for step in self.run.steps():
             events: list[Event] = []
             self.scorers.begin(step, total)
             evaluated = self.evaluate(step, events) if (step - 1) % self.training.plan.every == 0 else {}
@@ -187,9 +187,9 @@ class TrainLoop:
         control, reason = self.trainer.controller, decision.reason
         if decision.action == "stop":
             return reason
-        # Regular steps only: a checkpoint that a signal made in between would make a resumed run differ.
+        # Regular ones only: others would make a resumed run differ.
         found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
-        good = [c for c in found if c.step % self.run.every == 0]
+        good = [c for c in found if self.run.is_regular(c.step)]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
             rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
@@ -215,8 +215,10 @@ class TrainLoop:
             adaptive.factor = min(factor, adaptive.factor)
 
     def note_best_checkpoint(self, row: dict[str, Any]) -> None:
-        """Remember the checkpoint that the row measures, if it is the best and still there."""
+        """Remember the checkpoint that the row measures, if it is the best, regular or the last, and still there."""
         best = self.monitors.better_checkpoint(row)
+        if best and not self.run.is_regular(best["step"]) and best["step"] < self.config.updates:
+            return
         if best and any(c.step == best["step"] for c in checkpoints(self.run.folder.checkpoints)):
             self.monitors.best_checkpoint = best
             self.spare()
@@ -256,6 +258,7 @@ class TrainLoop:
             f"{kl.controller.kind} controller: beta {course}"
         )
         log.info(self.training.plan.words(config.updates))
+        log.info(self.run.interval_words())
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
         for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,14 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rlhf_kl.errors import InputError, is_address
+from rlhf_kl.errors import InputError, Interrupted, is_address
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import Kind
 
 
-class PlainFlags:
-    """A command whose help shows no `<bool>` beside a flag, which takes no value."""
+class Plain:
+    """A command whose help shows no `<bool>` beside a flag, which takes no value, and that Ctrl-C does not silence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
+        except KeyboardInterrupt:  # which typer would turn into an exit code
+            raise Interrupted(signal.SIGINT) from None
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -27,8 +34,8 @@ class PlainFlags:
         return params
 
 
-Command: Any = type("Command", (PlainFlags, TyperCommand), {})
-Group: Any = type("Group", (PlainFlags, TyperGroup), {})
+Command: Any = type("Command", (Plain, TyperCommand), {})
+Group: Any = type("Group", (Plain, TyperGroup), {})
 
 
 def local(param: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -33,7 +33,8 @@ def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str,
     for note in task.notes:
         log.info(note)
     log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
-    run.begin()
+    run.begin(trainer.steps)
+    log.info(run.interval_words())
     last = train_to_the_end(trainer, run)
     if run.ranks.writes:
         write_folder(run.folder.final, task.save)
@@ -50,7 +51,7 @@ def train_to_the_end(trainer: SupervisedTrainer, run: Run) -> dict[str, Any]:
     assert every != "auto"  # which only a TrainConfig has
     with ui.progress(run.kind.replace("-", " "), trainer.steps) as advance:
         advance(run.next_step - 1)
-        for step in run.steps(trainer.steps):
+        for step in run.steps():
             began = time.perf_counter()
             figures = trainer.task.evaluate(ranks) if (step - 1) % every == 0 else {}
             row = trainer.step(step) | figures

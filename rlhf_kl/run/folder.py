@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +20,7 @@ RUNS = Path("runs")
 EVENTS = "events.out.tfevents.*"  # of TensorBoard
 NO_CHECKPOINTS = " (it has none: `compare` removes those of a finished run, unless the comparison sets checkpoint.keep)"
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
+SCALED = re.compile(r"scaled-[\d.e+-]+")  # a policy that `rlhf-kl scale --save` wrote
 
 
 class RunFolder:
@@ -34,6 +37,7 @@ class RunFolder:
         self.trackers = self.path / "trackers.json"
         self.passes = self.path / "passes.json"  # the size of passes, where memory was full
         self.measured = self.path / "measured.json"  # by `rlhf-kl doctor`
+        self.copies = self.path / ".rlhf-kl.copies"  # the names of copied plugins, with the hashes of their contents
         records = (self.config, self.metrics, self.samples, self.summary, self.passes, self.measured)
         self.scale = [self.path / f"scale.{end}" for end in ("json", "html", "png")]  # of `rlhf-kl scale`
         self.files = (*records, self.report, self.picture, self.trackers, *self.scale)
@@ -68,14 +72,52 @@ class RunFolder:
         summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
         return summary if summary["stopped_by"] is None else None
 
-    def remove_run(self) -> None:
-        """Remove what the program wrote; the config last, so that after a crash the folder still is a run."""
+    def remove_run(self, copies: Collection[str] = ()) -> None:
+        """Remove what the program wrote; the config last, so that after a crash the folder still is a run.
+
+        What is a link goes, and what it leads to stays. `copies`: names of plugins that will be written again.
+        """
         self.sweep()
-        scaled = self.path.glob("scaled-[0-9]*")
+        for folder in (self.checkpoints, self.tensorboard):
+            if folder.is_symlink():
+                folder.unlink()
+        scaled = [path for path in self.path.glob("scaled-*") if SCALED.fullmatch(path.name) and not path.is_file()]
         for folder in (*checkpoint_folders(self.checkpoints), *self.folders, *scaled):
             remove_folder(folder)
-        for file in (*self.tensorboard.glob(EVENTS), *reversed(self.files)):
+        own = [self.path / name for name in self._own_copies() if name not in copies]
+        for file in (*self.tensorboard.glob(EVENTS), *own, *reversed(self.files)):
             file.unlink(missing_ok=True)
+
+    def check_copies(self, copies: Mapping[str, bytes]) -> None:
+        """Errors: InputError where the copy of a plugin would replace a file that no run copied here."""
+        own = self._own_copies()
+        users = [
+            name for name, new in copies.items() if name not in own and _content(self.path / name) not in (None, new)
+        ]
+        words = "is not the copy that a run made, and the copy of a plugin would replace it: move it away"
+        if users:
+            raise InputError(*(f"{self.path / name} {words}" for name in users))
+
+    def write_copies(self, copies: Mapping[str, bytes]) -> None:
+        """Keep the plugins' files, by name. One that lies here already stays its owner's."""
+        own = self._own_copies()
+        made = {name: new for name, new in copies.items() if name in own or _content(self.path / name) != new}
+        for name, content in made.items():
+            write_atomic(self.path / name, content)
+        if made:  # afterwards: a run that dies in between finds its old copies, or its new ones
+            write_atomic(self.copies, json.dumps({name: sha256(new).hexdigest() for name, new in made.items()}))
+        else:
+            self.copies.unlink(missing_ok=True)
+
+    def _own_copies(self) -> list[str]:
+        """The names of the plugins that were copied here and have not been changed since."""
+        made = json.loads(self.copies.read_text(encoding="utf-8")) if self.copies.is_file() else {}
+        contents = {name: _content(self.path / name) for name in made if Path(name).name == name}
+        return [
+            name
+            for name, content in contents.items()
+            if content is not None and sha256(content).hexdigest() == made[name]
+        ]
 
     def sweep(self) -> None:
         """Remove what killed processes left under temporary names."""
@@ -119,6 +161,8 @@ def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[s
     try:
         _refuse(folder, may_hold_run=resume or overwrite)  # before anything is touched
         folder.path.mkdir(parents=True, exist_ok=True)
+        if (folder.path / LOCK).is_symlink():
+            (folder.path / LOCK).unlink()
         lock = (folder.path / LOCK).open("a+", encoding="utf-8")
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no flock: a forked child would keep it
@@ -156,17 +200,25 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) under a temporary name, sync it and rename it into place."""
+    """Write a file (text as UTF-8) under a temporary name, sync it and rename it into place.
+
+    A link of that name, or of the temporary one, is replaced: nothing is written through it. Errors: OSError with the
+    file's own name.
+    """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -191,7 +243,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(target)
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
     temporary.mkdir()
     try:
         write(temporary)
@@ -206,14 +258,22 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename, then remove: no folder with this name is ever incomplete."""
-    if not folder.exists():
+    """Rename, then remove: no folder with this name is ever incomplete. Of a link only the link is removed."""
+    if not os.path.lexists(folder):
         return
     aside = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     folder.rename(aside)
     sync(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder as far as that goes, or a file or link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sweep(folder: Path, name: str = "*") -> None:
@@ -222,10 +282,12 @@ def sweep(folder: Path, name: str = "*") -> None:
     No process may be writing there.
     """
     for path in [*folder.glob(f".{name}.[0-9]*.tmp"), *folder.glob(f".{name}.removed")]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _content(path: Path) -> bytes | None:
+    """Of a file; None without one."""
+    return path.read_bytes() if path.is_file() else None
 
 
 def _temporary(path: Path) -> Path:

@@ -48,9 +48,14 @@ class JsonlWriter:
     """Appends one JSON object per line; each line reaches the operating system before `write` returns."""
 
     def __init__(self, path: Path, keep: int = 0) -> None:
-        """Open `path` after its first `keep` bytes; rows after a checkpoint are cut off and computed again."""
+        """Open `path` after its first `keep` bytes; rows after a checkpoint are cut off and computed again.
+
+        A link, hard or symbolic, is replaced by a file of its own.
+        """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and path.stat().st_nlink > 1):
+            write_atomic(path, path.read_bytes()[:keep] if path.exists() else b"")
         self._file = path.open("ab")
         self._file.truncate(min(keep, self.size))
 

@@ -20,7 +20,17 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
 from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
 from rlhf_kl.program import keep_threads
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, save_parts, usual_interval
+from rlhf_kl.run.checkpoint import (
+    MOST_SECONDS,
+    Checkpoint,
+    checkpoint_size,
+    checkpoints,
+    interval_words,
+    prune,
+    save_checkpoint,
+    save_parts,
+    usual_interval,
+)
 from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, lock_run_folder, write_atomic
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
@@ -34,7 +44,7 @@ from rlhf_kl.run.resume import (
     report_differences,
     versions,
 )
-from rlhf_kl.run.signals import StopRequest, stopping_on_signals
+from rlhf_kl.run.signals import StopRequest, grace_note, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.sharding import NamedTensors, is_sharded, parts_of, slots_of
 from rlhf_kl.ui import log
@@ -57,6 +67,8 @@ class Run:
         self._inputs: dict[str, Any] = {}  # what `check` compares
         self._sound = True  # whether what is tracked may be saved
         self._started = time.time()
+        self._saved = time.monotonic()  # the last checkpoint, or the beginning
+        self._total = 0  # steps of the whole run
         self._overwrites = False
         self._lock: IO[str] | None = None
         self._stop = StopRequest(0.0)
@@ -82,6 +94,8 @@ class Run:
                 self._find_checkpoint()
             else:  # a start that did not fit left it; this one's passes have their usual size
                 self.folder.passes.unlink(missing_ok=True)
+            if self.finished is None:
+                self.folder.check_copies(plugin_copies(self.config))
 
         self._overwrites = overwrite
         self.ranks.run(first if self.ranks.writes else lambda: None)
@@ -160,13 +174,16 @@ class Run:
         first, *others = state.get("tracked", [{}])
         return {**first, **(others[self.ranks.index - 1] if 0 < self.ranks.index <= len(others) else {})}
 
-    def begin(self) -> None:
-        """Open the files, and handle signals from now on.
+    def begin(self, total: int) -> None:
+        """Open the files, and handle signals from now on. `total`: the number of steps, those done before included.
 
         Nothing is written before, so a run that cannot start leaves the folder free, or the run that it replaces.
         """
+        self._total, self._saved = total, time.monotonic()
         self.ranks.run(self._open_files if self.ranks.writes else lambda: None)
         self._stop = self._exits.enter_context(stopping_on_signals(self.config.checkpoint.grace))
+        if note := grace_note(self.config.checkpoint.grace):
+            log.warning(note)
         if self.checkpoint is not None:
             if self.ranks.index < len(self._state["tracked"]):
                 load_library_state(self._tracked_states(self._state)["libraries"])
@@ -176,15 +193,14 @@ class Run:
         folder, config = self.folder, self.config
         copies = plugin_copies(config)  # before they are removed: one may be a copy itself
         if self._overwrites:
-            folder.remove_run()
+            folder.remove_run(copies)
         sent = max((row["step"] for row in read_jsonl(folder.metrics)), default=0) if self.checkpoint else 0
         sent -= folder.summary.is_file()  # its closing row makes room for an update
         lengths = self._state.get("lengths", {})
         self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
         if self.kind == "train":
             self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
-        for name, content in copies.items():
-            write_atomic(folder.path / name, content)
+        folder.write_copies(copies)
         write_atomic(folder.config, dump_config(config))
         views: dict[str, Callable[[], Any]] = {}
         if config.tracking.tensorboard:
@@ -203,27 +219,50 @@ class Run:
         """The first step to do."""
         return 1 if self.checkpoint is None else self.checkpoint.step + 1
 
+    @property
+    def _auto(self) -> bool:
+        return self.config.checkpoint.every == "auto"
+
+    @cached_property
+    def _size(self) -> int:
+        return checkpoint_size(self.tracked["model"], self.tracked["optimizer"])
+
     @cached_property
     def every(self) -> int:
-        """Steps between two checkpoints: the config's, else by the size of one."""
+        """Steps between two regular checkpoints: the config's, else by the size of one and the length of the run.
+
+        A run that goes on keeps it, also where it becomes longer.
+        """
         if self.config.checkpoint.every != "auto":
             return self.config.checkpoint.every
-        moments = [p for group in self.tracked["optimizer"].param_groups for p in group["params"]] * 2  # AdamW's
-        size = sum(p.numel() * p.element_size() for p in [*self.tracked["model"].parameters(), *moments])
-        return usual_interval(size) * (1 if self.kind == "train" else 10)
+        usual = usual_interval(self._size, self._total, 5 if self.kind == "train" else 50)
+        return min(usual, int(self._state.get("every", usual)))
 
-    def steps(self, total: int) -> Iterator[int]:
+    def interval_words(self) -> str:
+        """When checkpoints are written, for the start of the run."""
+        return interval_words(self.every, self._size, "updates" if self.kind == "train" else "steps", auto=self._auto)
+
+    def is_regular(self, step: int) -> bool:
+        """Whether every run with this config has this checkpoint: no signal and no clock made it."""
+        return step % self.every == 0
+
+    def steps(self) -> Iterator[int]:
         """The steps that are left; after each the checkpoint that is due. Errors: Interrupted after a signal."""
         due = False
-        for step in range(self.next_step, total + 1):
+        for step in range(self.next_step, self._total + 1):
             yield step
-            due = due or step % self.every == 0 or step == total
-            if (due or self._signalled()) and self._sound:
+            due = due or self.is_regular(step) or step == self._total
+            if (due or self._needs_checkpoint()) and self._sound:
                 self.save(step)
                 due = False
             if number := self._signalled():
                 raise Interrupted(number)
         self._exits.close()
+
+    def _needs_checkpoint(self) -> bool:
+        """Whether a rank got a signal, or found that the last checkpoint is too old."""
+        late = self._auto and time.monotonic() - self._saved > MOST_SECONDS
+        return any(self.ranks.all(late or self._stop.signal is not None))
 
     def _signalled(self) -> int:
         """The signal that a rank got, else 0."""
@@ -253,6 +292,7 @@ class Run:
             if parts is not None:
                 self.ranks.run(lambda: save_parts(parts, tensors, slots, self.ranks.control))
             self.ranks.run(write if self.ranks.writes else lambda: None)  # all wait until it is complete
+            self._saved = time.monotonic()
         finally:
             if parts is not None and self.ranks.writes:
                 shutil.rmtree(parts, ignore_errors=True)
@@ -272,7 +312,8 @@ class Run:
         for file in self._files():
             file.sync()  # a checkpoint never counts rows that are not on the disk
         lengths = {file.path.name: file.size for file in self._files()}
-        state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths, **self._inputs}
+        state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths}
+        state |= {"every": self.every, **self._inputs}
         save_checkpoint(self.folder.checkpoints, step, model, optimizer, state, parts)
         self._prune()
 
@@ -349,7 +390,7 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
             write_atomic(run.folder.passes, f"{pass_share() / 2}\n")
         raise RunFailed(f"{error}; {run.way_on()}. With --resume passes have half the rows") from error
     except SafetensorError as error:  # it names the disk's error
-        raise RunFailed(f"{error}; {run.way_on()}") from error
+        raise RunFailed(f"{run.folder.path}: {error}; {run.way_on()}") from error
     except OSError as error:
         if error.errno is None:  # a library's own words, not the system's
             raise

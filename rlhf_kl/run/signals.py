@@ -7,6 +7,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,6 +16,11 @@ from rlhf_kl.errors import Interrupted
 
 Handler = Callable[[int, FrameType | None], None]
 AGAIN_S = 2.0  # between interrupts of work that does not end: a pool of processes may wait for them when it is left
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set in its processes
+TORCHRUN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # the seconds that torchrun leaves its processes after a signal
+TORCHRUN_SECONDS = 30.0  # without the variable, which older versions of torch do not read
+SPARE = 10.0  # seconds for a process to end
+ECHO = 5.0  # seconds in which torchrun sends on a signal that this process got too
 
 
 class StopRequest:
@@ -24,13 +30,17 @@ class StopRequest:
         self.grace = grace  # seconds
         self.signal: int | None = None
         self._waits = queue.SimpleQueue[float]()  # seconds until the next interrupt; a signal handler may put into it
+        self._since = 0.0
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler: a second signal, or the end of the grace period, interrupts the work."""
+        now = time.monotonic()
         if self.signal is not None:
+            if number == self.signal and UNDER_TORCHRUN in os.environ and now - self._since < ECHO:
+                return
             self._waits.put(AGAIN_S)
             raise Interrupted(self.signal)
-        self.signal = number
+        self.signal, self._since = number, now
         if sys.stderr.isatty():  # `os.write` may interrupt a print
             os.write(2, b"\nstopping after this update is done and saved; a second signal stops at once\n")
         self._waits.put(max(self.grace, 0.05))  # one that comes just before a wait would not end it
@@ -62,6 +72,18 @@ def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
         finally:
             request.end()
             insistence.join()
+
+
+def grace_note(grace: float) -> str | None:
+    """What to change where torchrun, or accelerate through it, would kill this process before its `grace` is over."""
+    given = os.environ.get(TORCHRUN, TORCHRUN_SECONDS)
+    if UNDER_TORCHRUN not in os.environ or grace < (limit := float(given)):
+        return None
+    return (
+        f"torchrun kills its processes {limit:g} s after a signal, before checkpoint.grace ({grace:g} s) is over: set "
+        f"{TORCHRUN}={grace + SPARE:.0f} for torchrun (a torch whose torchrun has --shutdown-timeout), or "
+        f"checkpoint.grace={max(0.0, limit - SPARE):g}"
+    )
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ import pytest
 
 from rlhf_kl.commands import guide
 from rlhf_kl.commands.options import read_config
+from rlhf_kl.config import paths
 from rlhf_kl.config.load import load_config
 from tests.runs import Cli, Rows, Write, sets
 
@@ -85,6 +88,18 @@ def test_validate_and_show(rlhf_kl: Cli, here: Path) -> None:
     changes = ["kl.target=0.2", "run.seed=3"]
     (here / "again.yaml").write_text(rlhf_kl("config", "show", "ppo_static.yaml", *sets(*changes)).out)
     assert load_config("train", "again.yaml") == load_config("train", "ppo_static.yaml", changes)
+
+
+def test_configs_that_pip_has_compiled(rlhf_kl: Cli, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a wheel that is installed: a __pycache__ beside every .py file. All of `make test-wheel` in small."""
+    installed = Path(shutil.copytree(paths.shipped_configs(), here / "installed"))
+    compileall.compile_dir(installed, quiet=2)
+    assert len(list(installed.rglob("__pycache__"))) == 2
+    monkeypatch.setattr(paths, "shipped_configs", lambda: installed)
+    assert rlhf_kl("init", "mine").code == 0
+    assert {path.name for path in (here / "mine").iterdir()} == {"heldout.txt", "mine.py", "mine.yaml", "prompts.jsonl"}
+    assert rlhf_kl("config", "validate", "smollm2_sentiment.yaml").code == 0
+    assert "__pycache__" not in rlhf_kl("config", "validate", "pycache").err
 
 
 def test_schema_is_one_json_document(rlhf_kl: Cli) -> None:

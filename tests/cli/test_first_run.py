@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from rlhf_kl import cli
+from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
 from rlhf_kl.plugins import load_attribute
 from tests.runs import Cli
@@ -257,7 +258,7 @@ def test_data_are_checked_before_a_world_is_built(
 
 
 FULL = "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"
-GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a.yaml --resume\n"
+GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl train --config a.yaml --resume\n"
 
 
 @pytest.mark.parametrize(
@@ -267,18 +268,22 @@ GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl fail --config a
         (RlhfKlError("the disk is full"), 1, "error: the disk is full\n"),
         (MemoryError(), 1, FULL),
         (RuntimeError("MPS backend out of memory (MPS allocated: 9.06 GB)"), 1, FULL),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, GO_ON),
         (Interrupted(2), 130, GO_ON),
         (Interrupted(15), 143, GO_ON),
     ],
 )  # fmt: skip
 def test_exit_codes(error: BaseException, code: int, said: str, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = typer.Typer(pretty_exceptions_enable=False)
+    failing = typer.Typer(pretty_exceptions_enable=False, cls=Group)
 
-    @failing.command()
     def fail(config: str = "", overwrite: bool = False) -> None:
         raise error
 
-    failing.command("other")(lambda: None)
+    for name in ("train", "report"):
+        failing.command(name, cls=Command)(fail)
     monkeypatch.setattr(cli, "app", failing)
-    assert rlhf_kl("fail", "--config", "a.yaml", "--overwrite") == (code, "", said)
+    assert rlhf_kl("train", "--config", "a.yaml", "--overwrite") == (code, "", said)
+    assert rlhf_kl("report") == (code, "", "interrupted\n" if said == GO_ON else said)  # it has no --resume
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert rlhf_kl("train").err == said * (said == FULL)  # the rest is told by the first process of the group

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -55,13 +56,27 @@ def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Docto
 def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     found = doctor()
     untrained = {"scores"}  # doubtful of a random model and a reward that counts a letter
-    fine = {"dtype", "rate", "context", "memory", "start", "targets", "beta", "samples", "EOS", "time", "eval"}
+    fine = {
+        "dtype",
+        "rate",
+        "context",
+        "memory",
+        "start",
+        "targets",
+        "beta",
+        "samples",
+        "EOS",
+        "time",
+        "eval",
+        "checkpoint",
+    }
     assert found.keys() == fine | untrained
     levels = {topic: {level for level, _ in lines} for topic, lines in found.items() if topic in fine}
     assert levels == {topic: {"fine"} for topic in fine}
     assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
     assert "6 updates of" in found["time"][0][1]
     assert "in all; `train --updates N` makes N" in found["time"][0][1]
+    assert re.match(r"a checkpoint every 2 updates \(1 MB, .*\); 12 of them take 1 MB, of ", found["checkpoint"][0][1])
     assert "100% of the most tokens possible, measured in one process; " in found["memory"][0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}
@@ -111,6 +126,18 @@ def test_to_try_the_reward_changes_nothing(
     train(tmp_path / "not", *changes)
     scores = [[row["objective/scores"] for row in rows(tmp_path / name)[:2]] for name in ("tried", "not")]
     assert scores[0] == scores[1]
+
+
+def test_a_disk_without_room_and_a_folder_that_cannot_be_written(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=100))
+        ((level, text),) = doctor()["checkpoint"]
+    assert (level, "checkpoint.keep=1" in text) == ("doubtful", True)
+    real = os.access
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path / "run" and real(place, mode))
+    assert doctor(code=2)["checkpoint"][0][1].startswith(f"{tmp_path / 'run'} cannot be written; ")
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rlhf_kl.commands import final, loop
+from rlhf_kl.commands import train as commands
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.load import save_model
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.run import run as run_module
 from rlhf_kl.run.run import Run
-from tests.runs import Killed, Train, rows, unfinished
+from tests.runs import Cli, Killed, Train, rows, unfinished
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -96,6 +103,69 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
         assert rates[-1] < 0.5 * rates[0]  # the adaptive factor has moved: its state has to be kept
     train(tmp_path / "killed", *settings, resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+PHASES = [  # what is called there
+    (Run, "open"),
+    (loop, "build_setup"),
+    (loop, "prepare_training"),
+    (Run, "_open_files"),
+    (loop.TrainLoop, "announce"),
+    (loop, "evaluate_policy"),
+    (PPOTrainer, "backward"),
+    (run_module, "save_checkpoint"),
+    (loop.TrainLoop, "finish"),
+    (final, "save_model"),
+    (Run, "finish"),
+    (commands, "train_closing"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase[1])
+def test_ctrl_c_twice_ends_each_phase_with_one_line_and_the_run_goes_on(
+    train: Train, tiny_run: Path, rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Any
+) -> None:
+    place, name = phase
+    work = getattr(place, name)
+
+    def pressed(*arguments: Any, **named: Any) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+        return work(*arguments, **named)
+
+    words = ["train", "--config", tiny_run / "config.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, pressed)
+        code, out, err = rlhf_kl(*words)
+    assert (code, out, err.count("\n")) == (130, "", 1)
+    assert err.startswith("interrupted; to go on from the last checkpoint: rlhf-kl train ")
+    assert rlhf_kl(*words, "--resume").code == 0
+    assert_same_run(tiny_run, tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").rglob(".*")} == {".rlhf-kl.lock", ".rlhf-kl.copies"}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("os error 28")])
+def test_a_disk_that_fills_while_the_policy_is_written(
+    train: Train, tiny_run: Path, rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(model: Any, tokenizer: Any, place: Path, tensors: Any) -> None:
+        (place / "model.safetensors").write_text("half")
+        raise error
+
+    words = ["train", "--config", tiny_run / "config.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(final, "save_model", full)
+        code, out, err = rlhf_kl(*words)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(
+        f"error: {tmp_path / 'run'}: {error.args[-1]}; the checkpoint of step 6 is complete: --resume"
+    )
+    assert not list((tmp_path / "run").glob("*final*"))
+    assert rlhf_kl(*words, "--resume").code == 0
+    assert_same_run(tiny_run, tmp_path / "run")
 
 
 @pytest.mark.quick

@@ -122,6 +122,32 @@ def test_a_signal_to_one_process_stops_both_after_the_update(start_slow: Make, t
     assert json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").read_text())
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_at_torchrun_ends_both_with_one_line_and_resume_goes_on(
+    start_slow: Make, launch: Make, tmp_path: Path, times: int
+) -> None:
+    """A terminal's Ctrl-C reaches torchrun alone: its processes have sessions of their own."""
+    process, ranks, words = start_slow()
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    output, _ = process.communicate(timeout=60)
+    assert output.count("interrupted; to go on from the last checkpoint: the same command with --resume") == 1
+    assert output.count("Traceback") == output.count("SignalException: Process") == times  # torchrun's own
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    steps = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    if times == 1:  # the update was finished
+        assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == steps[-1]
+        return
+    process = launch(["-m", "rlhf_kl", *words])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 22)]
+
+
 @pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_disk_that_is_full_for_the_part_of_one_process_ends_both(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.folder import RunFolder, lock_run_folder, newest_run, sweep, write_folder
-from rlhf_kl.run.log import write_json
+from rlhf_kl.run.folder import RunFolder, lock_run_folder, newest_run, sweep, write_atomic, write_folder
+from rlhf_kl.run.log import JsonlWriter, read_jsonl, write_json
 
 
 def open_folder(path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -76,6 +76,102 @@ def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
     assert (precious / "file").read_text() == "x"
 
 
+FILES = ["config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "report.png", "passes.json"]
+FOLDERS = ["final", "merged", "checkpoints", "checkpoints/step-000005", "tensorboard", "scaled-0.5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dangling"),
+    [*((name, False) for name in [".rlhf-kl.lock", *FILES, *FOLDERS]), ("metrics.jsonl", True), ("final", True)],
+)
+def test_of_a_link_among_what_a_run_wrote_only_the_link_goes(tmp_path: Path, name: str, dangling: bool) -> None:
+    """The real file or folder is moved out, as somebody does who keeps it on another disk; its copy is the target."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    folder = make_run(run)
+    (run / "scaled-0.5").mkdir()
+    (run / "tensorboard" / "events.out.tfevents.1").write_text("x")
+    (run / name).rename(elsewhere)
+    (run / name).symlink_to(tmp_path / "nowhere" if dangling else elsewhere)
+    before = contents(elsewhere)
+    open_folder(run, overwrite=True)
+    folder.remove_run()
+    assert contents(elsewhere) == before
+    assert not (run / name).is_symlink()
+    assert sorted(path.name for path in run.iterdir() if path.is_file()) == [".rlhf-kl.lock"]
+    JsonlWriter(folder.metrics).close()
+    write_folder(folder.final, lambda place: (place / "model").write_text("new") and None)
+    assert contents(elsewhere) == before
+    assert not (tmp_path / "nowhere").exists()
+
+
+def contents(path: Path) -> dict[str, str | None]:
+    """Of a file, or of all in a folder."""
+    paths = [path, *path.rglob("*")]
+    return {str(each.relative_to(path)): each.read_text() if each.is_file() else None for each in paths}
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_nothing_is_written_through_a_link(tmp_path: Path, hard: bool) -> None:
+    """As `cp --link` makes it of a run, or a user of a file on another disk."""
+    precious = tmp_path / "precious"
+
+    def link(path: Path) -> Path:
+        precious.write_text('{"step": 1}\n{"step": 2}\n')
+        path.unlink(missing_ok=True)
+        path.hardlink_to(precious) if hard else path.symlink_to(precious)
+        return path
+
+    place, unwritten = tmp_path / "run", '{"step": 1}\n{"step": 2}\n'
+    place.mkdir()
+    for keep, rows in ((0, [3]), (12, [1, 3])):
+        writer = JsonlWriter(link(place / "metrics.jsonl"), keep)
+        writer.write({"step": 3})
+        writer.close()
+        assert [row["step"] for row in read_jsonl(place / "metrics.jsonl")] == rows
+    write_atomic(link(place / "config.yaml"), "new")
+    temporary = link(place / f".summary.json.{os.getpid()}.tmp")
+    write_atomic(place / "summary.json", "new")
+    assert (place / "config.yaml").read_text() + (place / "summary.json").read_text() == "newnew"
+    link(place / f".final.{os.getpid()}.tmp")
+    write_folder(place / "final", lambda folder: (folder / "model").write_text("new") and None)
+    assert precious.read_text() == unwritten
+    assert not temporary.exists()
+
+
+def test_sweeping_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "precious").write_text("x")
+    for name in (".final.1.tmp", ".final.removed"):
+        (tmp_path / name).symlink_to(tmp_path / "other")
+    sweep(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["other", "other/precious"]
+
+
+def test_copies_of_plugins_are_the_runs_until_somebody_changes_them(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    for name, text in {"mine.py": "own", "notes.py": "own", "scaled-2.txt": "own"}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=r"mine\.py is not the copy that a run made"):
+        folder.check_copies({"mine.py": b"new"})
+    for again in (b"first", b"second"):  # a plugin that is edited between two runs
+        copies = {"law.py": again, "mine.py": b"own"}
+        folder.check_copies(copies)
+        folder.remove_run(copies)
+        folder.write_copies(copies)
+    assert (tmp_path / "law.py").read_bytes() == b"second"
+    folder.remove_run()
+    assert not (tmp_path / "law.py").exists()
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == sorted(
+        [".rlhf-kl.copies", ".rlhf-kl.lock", "mine.py", "notes.py", "scaled-2.txt"]
+    )
+    folder.write_copies({"law.py": b"first"})
+    (tmp_path / "law.py").write_text("changed")
+    folder.remove_run()
+    assert (tmp_path / "law.py").read_text() == "changed"
+    with pytest.raises(InputError, match=r"law\.py is not the copy that a run made"):
+        folder.check_copies({"law.py": b"second"})
+
+
 @pytest.mark.parametrize("name", ["thesis.txt", "config.yaml"])
 def test_a_strangers_folder_is_refused_with_any_option(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
@@ -90,6 +186,11 @@ def test_places_that_cannot_be_written_are_input_errors(tmp_path: Path) -> None:
     for place in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run"), tmp_path / ("n" * 300)):
         with pytest.raises(InputError, match=r"is a file|cannot write the run folder"):
             open_folder(place)
+
+
+def test_a_file_that_cannot_be_written_is_named_by_its_own_name() -> None:
+    with pytest.raises(OSError, match=r"'/proc/report\.html'"):
+        write_atomic(Path("/proc/report.html"), "x")
 
 
 HOLDER = """

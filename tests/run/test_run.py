@@ -25,7 +25,7 @@ from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
 from rlhf_kl.optim import adamw
 from rlhf_kl.run import run as run_module
 from rlhf_kl.run import signals
-from rlhf_kl.run.checkpoint import checkpoints, usual_interval
+from rlhf_kl.run.checkpoint import checkpoints, interval_words, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
 from rlhf_kl.run.run import Run, open_run
 from rlhf_kl.run.signals import stopping_on_signals
@@ -58,12 +58,13 @@ def work(tmp_path: Path) -> Work:
         resume: bool = False,
         overwrite: bool = False,
         content: str = "a",
+        ranks: Ranks | None = None,
         at: Callable[[Run, int], object] = lambda run, step: None,
     ) -> Any:
         settings = ["checkpoint={every: 2, keep: 10}", "ppo.lr_schedule=constant", "ppo.total_episodes=96"]
         settings += ["tracking.tensorboard=false", f"run.output_dir='{tmp_path / name}'", *overrides]
         config = load_config("train", "smoke.yaml", settings)
-        with open_run(config, Ranks(), resume=resume, overwrite=overwrite) as run:
+        with open_run(config, ranks or Ranks(), resume=resume, overwrite=overwrite) as run:
             if run.finished is not None:
                 return run.finished
             run.check(torch.device("cpu"), {"data.prompts": content})
@@ -71,8 +72,8 @@ def work(tmp_path: Path) -> Work:
             torch.nn.init.ones_(net.weight)
             optimizer = adamw(net, 0.01, 0.1)
             run.track(model=net, optimizer=optimizer, counter=counter)
-            run.begin()
-            for step in run.steps(config.updates):
+            run.begin(config.updates)
+            for step in run.steps():
                 at(run, step)
                 loss = net(torch.randn(4, 3)).square().sum() * random.random()
                 loss.backward()
@@ -134,19 +135,96 @@ def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(work: Work, tmp_path: Pa
     assert copy.is_file()
 
 
+def test_a_users_file_in_the_place_of_a_plugins_copy_is_kept(work: Work, tmp_path: Path) -> None:
+    law, copy = tmp_path / "law.py", tmp_path / "run" / "law.py"
+    law.write_text("class Keep:\n    coef = 0.4\n    def update(self, kl, episodes): ...\n")
+    with pytest.raises(Killed):
+        work("run", f"kl.controller={{kind: '{law}:Keep'}}", at=die)
+    copy.write_text(f"{copy.read_text()}# my notes\n")
+    before = left_of(tmp_path / "run")
+    for options in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(InputError, match=r"run/law\.py is not the copy that a run made"):
+            work("run", f"kl.controller={{kind: '{law}:Keep'}}", **options)
+    assert left_of(tmp_path / "run") == before
+    work("run", overwrite=True)  # which copies nothing
+    assert copy.read_text().endswith("# my notes\n")
+
+
+def left_of(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".rlhf-kl.lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
 # ---- which checkpoints there are
 
 
 def test_auto_goes_by_the_bytes_of_a_checkpoint(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [usual_interval(size) for size in (0, 5 * 10**9, 5 * 10**9 + 1, 12 * 10**9)] == [5, 5, 10, 15]
+    assert [usual_interval(size, 100) for size in (0, 5 * 10**9, 5 * 10**9 + 1, 12 * 10**9)] == [5, 5, 10, 15]
     sizes: list[int] = []
-    monkeypatch.setattr(run_module, "usual_interval", lambda size: sizes.append(size) or 4)
+    monkeypatch.setattr(run_module, "usual_interval", lambda size, total, few: sizes.append(size) or 4)
     work("auto", "checkpoint.every=auto")
     tensors: list[Any] = []
     for path in (tmp_path / "auto" / "checkpoints" / "step-000006").glob("*.safetensors"):
         tensors += [tensor for name, tensor in load_file(path).items() if not name.endswith(".step")]
     assert sizes == [sum(tensor.nbytes for tensor in tensors)]
     assert steps_of(tmp_path / "auto") == [4, 6]  # the last step is always saved
+
+
+def test_a_large_model_has_four_checkpoints_in_a_run(work: Work, tmp_path: Path) -> None:
+    """7B parameters with Adam's moments are 84 GB, for which 85 updates are usual; none are 60."""
+    for total in (1, 3, 4, 5, 60, 61, 1000):
+        every = usual_interval(84 * 10**9, total)
+        written = {*range(every, total + 1, every), total}
+        assert len(written) >= min(4, total), total
+        assert every in (85, max(1, total // 4))
+    with pytest.raises(Killed):
+        work("run", "checkpoint.every=auto", at=die)
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+    work("run", "checkpoint.every=auto", "ppo.total_episodes=960", resume=True)  # longer: it keeps its interval
+    assert json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())["every"] == 1
+
+
+def test_what_a_run_says_of_its_checkpoints() -> None:
+    large = 84 * 10**9
+    assert interval_words(15, large, "updates", auto=True, seconds=70.0) == (
+        "a checkpoint every 15 updates (84 GB, about every 17:30), and where 30 minutes have passed without one"
+    )
+    assert "(84 GB, about every 30:00)" in interval_words(15, large, "updates", auto=True, seconds=600.0)
+    assert "(84 GB, about every 1:00:00)" in interval_words(15, large, "updates", auto=True, seconds=3600.0)
+    assert interval_words(1, 10**6, "steps", auto=False) == "a checkpoint every 1 step (1 MB)"
+    assert "(84 GB, about every 15:00:00)" in interval_words(15, large, "updates", auto=False, seconds=3600.0)
+
+
+class Clock(Ranks):
+    """Of another process, by whose clock the last checkpoint is always too old."""
+
+    def all(self, value: Any, *, scores: bool = False) -> list[Any]:
+        return [value, True] if value is False else [value]
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["this process", "another process"])
+def test_long_updates_have_checkpoints_by_the_clock_that_change_no_result(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    monkeypatch.setattr(run_module, "usual_interval", lambda size, total, few: 4)
+    work("whole", "checkpoint={every: auto, keep: 1}")
+    seen: list[Any] = []
+
+    def note(run: Run, step: int) -> None:
+        seen.append([(each, run.is_regular(each)) for each in steps_of(run.folder.path)])
+        die(run, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "MOST_SECONDS", 1800.0 if another else 0.0)
+        with pytest.raises(Killed):
+            work("run", "checkpoint={every: auto, keep: 1}", at=note, ranks=Clock() if another else None)
+    irregular = [[], [(1, False)], [(2, False)], [(3, False)]]
+    assert seen == [*irregular, [(4, True)], [(4, True), (5, False)]]  # only the newest, beside the regular ones
+    work("run", "checkpoint={every: auto, keep: 1}", resume=True)
+    assert left(tmp_path / "run") == left(tmp_path / "whole")
+    monkeypatch.setattr(run_module, "MOST_SECONDS", 0.0)
+    work("written", "checkpoint={every: 4, keep: 1}", at=lambda run, step: seen.append(steps_of(run.folder.path)))
+    assert seen[-1] == [4]  # a number that somebody wrote is kept to
 
 
 def test_old_checkpoints_are_dropped_but_those_that_are_spared(work: Work, tmp_path: Path, crashed: Path) -> None:
@@ -342,6 +420,23 @@ def test_what_waits_again_on_its_way_out_is_interrupted_again(grace: float, monk
         signal.setitimer(signal.ITIMER_REAL, before)
 
 
+@pytest.mark.parametrize(("second", "last"), [(signal.SIGTERM, 4), (signal.SIGINT, 2)])
+def test_a_signal_that_torchrun_sends_again_is_one_signal(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: int, last: int
+) -> None:
+    """A cluster signals every process of a job, and torchrun sends its own processes what it got."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+
+    def both(run: Run, step: int) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), second)
+
+    with pytest.raises(Interrupted):
+        work("run", at=both)
+    assert steps_of(tmp_path / "run")[-1] == last  # the update is finished, or is not
+
+
 def test_a_first_signal_is_answered_at_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,6 +445,25 @@ def test_a_first_signal_is_answered_at_a_terminal(
         with stopping_on_signals(9.0):
             os.kill(os.getpid(), signal.SIGINT)
         assert ("stopping after this update" in capfd.readouterr().err) == terminal
+
+
+def test_a_grace_that_a_launcher_does_not_give_is_told(
+    work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    words = "torchrun kills its processes 30 s after a signal, before checkpoint.grace (30 s) is over: set "
+    work("alone", "checkpoint.grace=30")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    work("usual")
+    assert "torchrun" not in capsys.readouterr().err
+    work("long", "checkpoint.grace=30")
+    said = " ".join(capsys.readouterr().err.split())
+    assert words in said
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=40" in said
+    assert "checkpoint.grace=20" in said
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "40")
+    work("longer", "checkpoint.grace=30")
+    assert "torchrun" not in capsys.readouterr().err
 
 
 def test_a_guard_ends_the_run_with_its_reason_and_a_checkpoint(work: Work, tmp_path: Path) -> None:

@@ -148,12 +148,16 @@ class CheckpointSection(Section):
     every: Count | Literal["auto"] = "auto"
     """Updates, or steps of sft and reward-model, between two checkpoints.
 
-    auto = 5 updates or 50 steps for each 5 GB of weights and optimizer state, rounded up; a resumed run keeps it.
+    auto = 5 updates or 50 steps for each 5 GB of weights and optimizer state, rounded up, but at most a quarter of the
+    run; and one more wherever half an hour has passed without one. A resumed run keeps it.
     """
     keep: Count = 2
     """Checkpoints that stay on disk."""
-    grace: NonNegative = 30.0
-    """Seconds that the current update has to finish after SIGINT or SIGTERM; then it is interrupted."""
+    grace: NonNegative = 20.0
+    """Seconds to finish and save the current update after SIGINT or SIGTERM; then it is interrupted.
+
+    torchrun kills its processes 30 seconds after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
+    """
 
 
 class TrackingSection(Section):
