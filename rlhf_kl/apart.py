@@ -7,6 +7,7 @@ Afterwards they are the program's again. Without this, a file that switches grad
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -81,7 +84,8 @@ class Home:
         ours = _read(_settings())
         self.settle()
         try:
-            yield
+            with _once_torch_is_there(lambda: ours.update(_read(_of_torch()))):
+                yield
         finally:
             known = _settings()
             for name, now in (found := _read(known)).items():
@@ -108,7 +112,6 @@ def _write(values: Mapping[str, Any], settings: Mapping[str, Setting]) -> None:
 
 
 def _settings() -> dict[str, Setting]:
-    """Without those of a torch that is not imported: a command that computes with it imports it before users' code."""
     return OF_PYTHON | (_of_torch() if "torch" in sys.modules else {})
 
 
@@ -195,6 +198,43 @@ def _gpu() -> int:
     import torch
 
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def _once_torch_is_there(then: Callable[[], Any]) -> Iterator[None]:
+    """A block that may be the first to import torch: `then` is called with torch as it comes."""
+    if "torch" in sys.modules:
+        yield
+        return
+    finder = _TorchFinder(then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not finder]
+
+
+class _TorchFinder(MetaPathFinder):
+    def __init__(self, then: Callable[[], Any]) -> None:
+        self.then, self.asks = then, False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
+        if name != "torch" or self.asks:
+            return None
+        self.asks = True
+        try:
+            spec = importlib.util.find_spec(name)  # by the other finders
+        finally:
+            self.asks = False
+        if spec is not None and spec.loader is not None:
+            run: Callable[[ModuleType], None] = spec.loader.exec_module
+
+            def run_then(module: ModuleType) -> None:
+                run(module)
+                self.then()
+
+            spec.loader.exec_module = run_then  # type: ignore[method-assign]
+        return spec
 
 
 # ---- signals

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from rlhf_kl.plugins import home_of, load_attribute, users_code
 from rlhf_kl.rewards.plugin import PluginReward
@@ -132,16 +131,17 @@ def test_ctrl_c_is_the_program_s_whatever_a_library_does(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_torch_is_there_before_a_file_that_imports_it(tmp_path: Path, tiny_settings: dict[str, Any]) -> None:
-    """A command checks plugins first: what torch begins with is the program's, whoever needs it first."""
+def test_a_file_that_imports_torch_before_the_program_does(tmp_path: Path) -> None:
+    """As in every command: plugins are checked first. What torch begins with is then the program's."""
     (tmp_path / "near.py").write_text("import transformers\n")
     (tmp_path / "sets.py").write_text(
-        "import near, torch\ntorch.set_grad_enabled(False)\ntorch.set_num_threads(3)\ndef f(prompts, responses): ...\n"
+        "import near, torch\ntorch.set_grad_enabled(False)\ntorch.set_num_threads(3)\ndef f(): ...\n"
     )
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(tiny_settings | {"reward": {"kind": "sets.py:f"}}))
     code = """
-        from rlhf_kl.commands.options import read_config
-        read_config("train", "x.yaml", None)
+        import sys
+        from rlhf_kl.plugins import load_attribute
+        load_attribute("sets.py:f")
+        assert not [finder for finder in sys.meta_path if "rlhf_kl" in type(finder).__module__]
         import torch
         print(torch.is_grad_enabled(), torch.get_num_threads())
     """

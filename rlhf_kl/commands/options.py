@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 from collections.abc import Sequence
@@ -81,11 +80,10 @@ def read_config(
 ) -> Any:
     """The config with the changes of the command line, of which --output-dir, --seed and --updates win.
 
-    Its models and plugins are checked. Errors come before torch is imported, but for those of plugins: what torch
-    begins with is the program's, whatever a file of the user's sets as it imports it.
+    Its models and plugins are checked: errors come before torch is imported.
     """
     from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.plugins import check_named, plugins_of
+    from rlhf_kl.config.plugins import check_named
 
     check_updates(updates, sets)
     changes = list(sets or [])
@@ -96,8 +94,6 @@ def read_config(
     config = load_config(kind, file, changes)
     if updates is not None:
         config = load_config(kind, file, [*changes, f"ppo.total_episodes={updates * config.rollout.batch_size}"])
-    if plugins_of(config):
-        importlib.import_module("torch")
     check_named(config)
     return config
 
