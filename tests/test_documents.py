@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from rlhf_kl.commands.evaluate import LABELS
 from rlhf_kl.commands.guide import FOLDER, PAGES
@@ -218,7 +219,10 @@ def test_the_page_of_metrics_names_what_a_run_writes(
 ) -> None:
     reward = {"terms": {"TERM": {"kind": tiny_settings["reward"]["kind"]}}, "length_penalty": 0.01}
     penalties = {"missing_eos_penalty": 1.0, "repetition_penalty": 0.1}
-    shutil.copytree(tiny_settings["policy"]["model"], tmp_path / "other")  # a reference that is not the start
+    shutil.copytree(tiny_settings["policy"]["model"], tmp_path / "other")
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    moved = {name: tensor * 1.01 for name, tensor in weights.items()}  # a reference that is not the start
+    save_file(moved, tmp_path / "other" / "model.safetensors", {"format": "pt"})
     changes = {"reward": {"kind": "sum", **reward, **penalties}, "reference": {"model": str(tmp_path / "other")}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_settings | changes))
     words = ["train", "--config", tmp_path / "run.yaml", "--output-dir", tmp_path / "run", "--quiet", "--updates", 2]

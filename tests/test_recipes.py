@@ -130,7 +130,7 @@ def test_every_step_of_a_recipe_runs(
     chat = recipe == "chat"
     assert (tmp_path / "runs" / f"{recipe}_ppo" / "merged").is_dir() == chat
     reward = json.loads((tmp_path / "runs" / f"{recipe}_reward" / "final" / "config.json").read_text())
-    assert reward["rlhf_kl_format"] == {"chat": chat, "append_eos": True}
+    assert reward["rlhf_kl_format"] == {"chat": chat, "append_eos": True, "pair": False}
 
 
 def test_the_run_of_a_real_model_on_a_laptop(
