@@ -21,6 +21,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from rlhf_kl.errors import InputError
+
 
 class Setting(NamedTuple):
     """Something of the process, or of its current thread, that code can read and set."""
@@ -34,7 +36,10 @@ UNKNOWN = object()  # the value of a setting that this torch lacks, or that it r
 
 @dataclass(eq=False)
 class Home:
-    """Where code of a user's lives, and what it has set in this process."""
+    """Where code of a user's lives, and what it has set in this process.
+
+    The path, the modules and most settings are those of the process; gradients, autocast and the like of a thread.
+    """
 
     folders: list[str] = field(default_factory=list)
     """Of its file and of what it imports: first on the path while it runs, else last. Processes that it starts inherit
@@ -50,6 +55,12 @@ class Home:
         printed = contextlib.redirect_stdout(sys.stderr)
         with self._on_path(), self._importable(), self._with_settings(), _signals_kept(), printed:
             yield
+            if (
+                "torch" in sys.modules and sys.modules["torch"].is_inference_mode_enabled()
+            ):  # no tensor could be trained
+                raise InputError(
+                    "left torch.inference_mode on: write `with torch.inference_mode():` around what needs it"
+                )
 
     def settle(self) -> None:
         """Set in this thread, which is its own, what it has set."""
@@ -171,7 +182,10 @@ def _of_torch() -> dict[str, Setting]:
 
 HALF = 0.5  # the interpreter would fold a constant product
 BACKENDS = (
-    *("fp32_precision", "cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision", "cudnn.conv.fp32_precision"),
+    # Outer ones first: they set those inside.
+    *("fp32_precision", "cudnn.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
+    *("cuda.matmul.fp32_precision", "mkldnn.fp32_precision", "mkldnn.conv.fp32_precision"),
+    *("mkldnn.rnn.fp32_precision", "mkldnn.matmul.fp32_precision"),
     *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32", "mkldnn.enabled"),
     *("cuda.matmul.allow_fp16_reduced_precision_reduction", "cuda.matmul.allow_bf16_reduced_precision_reduction"),
 )

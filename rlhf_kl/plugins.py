@@ -11,6 +11,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -144,6 +145,11 @@ def _home_of_file(path: Path) -> Home:
     key = f"_rlhf_kl_file_{path.stem}_{sha256(bytes(path) + b':' + source).hexdigest()[:16]}"
     if key in _HOMES:
         return _HOMES[key]
+    if hides := sorted(file.name for file in path.parent.glob("*.py") if _is_library(file)):
+        logging.getLogger("rlhf_kl").warning(
+            f"{path.parent}: {', '.join(hides[:3])}: has the name of a library, in whose place {path.name} and what it "
+            "imports would get it: give it another name"
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import home_of, load_attribute, users_code
 from rlhf_kl.rewards.plugin import PluginReward
 from tests.made import BATCH
@@ -28,6 +30,8 @@ SETTINGS = {  # what sets one -> what tells it
     "torch.backends.cuda.matmul.allow_tf32 = True": "torch.backends.cuda.matmul.allow_tf32",
     "torch.backends.fp32_precision = 'tf32'": "torch.backends.fp32_precision",
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'": "torch.backends.cuda.matmul.fp32_precision",
+    "torch.backends.cudnn.fp32_precision = 'ieee'": "[(b.cudnn.conv.fp32_precision, b.cuda.matmul.fp32_precision)"
+    " for b in [torch.backends]]",
     "torch.backends.cudnn.benchmark = True": "torch.backends.cudnn.benchmark",
     "torch.backends.cuda.enable_flash_sdp(False)": "torch.backends.cuda.flash_sdp_enabled()",
     "torch.autocast('cpu', torch.float16).__enter__()": "torch.is_autocast_enabled('cpu')",
@@ -97,6 +101,37 @@ def test_what_a_file_sets_holds_in_the_thread_of_its_time_limit(
         assert PluginReward(load_attribute("sets.py:g"), {}, limit)(BATCH).tolist() == [0.0] * 3
         assert torch.is_grad_enabled()
         assert torch.get_default_dtype() == torch.float32
+
+
+def test_inference_mode_that_is_left_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stay on for the training, and nothing ends it from outside. In a block it is as it should be."""
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "import torch\nmode = torch.inference_mode()\n"
+        "def on(prompts, responses): mode.__enter__()\n"
+        "def block(prompts, responses):\n    with torch.inference_mode(): return [1.0] * 3\n"
+    )
+    (tmp_path / "sets.py").write_text(code)
+    assert run(load_attribute("sets.py:block")) == [1.0] * 3
+    on = load_attribute("sets.py:on")
+    try:
+        with pytest.raises(InputError, match=r"left torch\.inference_mode on"):
+            run(on)
+    finally:
+        on.__globals__["mode"].__exit__(None, None, None)
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_neighbour_with_the_name_of_a_library_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("rlhf_kl"), "propagate", True)
+    for name in ("datasets.py", "calendar.py", "near.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "mine.py").write_text("def f(prompts, responses): ...\n")
+    load_attribute("mine.py:f")
+    assert f"{tmp_path}: calendar.py, datasets.py: has the name of a library" in caplog.text
 
 
 def test_what_a_function_prints_does_not_stand_among_the_results(

@@ -19,7 +19,7 @@ from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.texts import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
-from rlhf_kl.models.lora import adapter_base, is_adapter
+from rlhf_kl.models.lora import adapter_base, blame_base, is_adapter
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.ppo.evaluate import (
     NO_SCORERS,
@@ -88,8 +88,9 @@ class HeldOut:
         ref, load = self.config.reference.model, self.loader
         if ref is None or load.folder(ref) == load.folder(self.config.policy.model):
             return True
-        if is_adapter(final) and load.folder(adapter_base(final)) == load.folder(ref):
-            return True
+        with blame_base(final):
+            if is_adapter(final) and load.folder(adapter_base(final)) == load.folder(ref):
+                return True
         assert self.reference is not None
         start = load.language_model(self.config.policy.model, "policy.model").model
         return same_weights(start, self.reference.model)

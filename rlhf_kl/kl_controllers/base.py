@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.events import CoefMoved, CoefNotFinite, ControllerState, ControllerTooSlow, Event, KLNotFinite
 from rlhf_kl.plugins import checked_options, home_of, parameters_of, users_code
 
@@ -196,9 +197,15 @@ class KLController:
         return []
 
     def distance_kept(self) -> float:
-        """The share that is kept of the policy's distance from its reference now, at most 1."""
+        """The share that is kept of the policy's distance from its reference now, from 0 to 1.
+
+        Errors: InputError if the law gives another one.
+        """
         with self._calls("scale"):
-            return float(self.scale())
+            share = float(self.scale())
+        if not 0.0 <= share <= 1.0:
+            raise InputError(f"kl.controller: {self.kind}.scale returned {share:g}: it must be from 0 to 1")
+        return share
 
     def change_rate(self, factor: float) -> None:
         """Tell the law by what factor the learning rate changes; not for one of 0 or 1."""

@@ -259,6 +259,12 @@ def check_vocabulary(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]]
     beyond = [f"{name} ({token})" for name, token in special.items() if token is not None and token >= size]
     if beyond:
         raise InputError(f"the tokenizer's {', '.join(beyond)} is outside the model's {size} tokens")
+    check_tokens(model, tokenizer, rows)
+
+
+def check_tokens(model: Model, tokenizer: Any, rows: Sequence[Sequence[int]]) -> None:
+    """Errors: InputError for a token id in `rows` that is beyond the model's embeddings."""
+    size = model.get_input_embeddings().weight.shape[0]
     largest = max((max(row, default=0) for row in rows), default=0)
     if largest >= size:
         named = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r})"

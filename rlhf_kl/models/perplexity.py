@@ -12,7 +12,7 @@ import torch
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
-from rlhf_kl.models.load import check_vocabulary, context_length
+from rlhf_kl.models.load import check_tokens, context_length
 from rlhf_kl.models.text import encode_all, first_token_bytes
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 
@@ -73,7 +73,7 @@ def text_sums(
     limit = context_length(lm.model) or DEFAULT_WINDOW
     encoded = encode_all(tokenizer, texts, bos=True)
     with blame("held-out texts"):
-        check_vocabulary(lm.model, tokenizer, encoded)
+        check_tokens(lm.model, tokenizer, encoded)
     pieces = [(place, *window) for place, ids in enumerate(encoded) for window in windows(ids, limit)]
     nats = [0.0] * len(texts)
 

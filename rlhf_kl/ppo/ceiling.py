@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_kl.ops.masked import Mean
-from rlhf_kl.ppo.way import Way, shrink
+from rlhf_kl.ppo.way import Line, Way
 from rlhf_kl.types import RolloutBatch
 
 MOST_TRIES = 6
@@ -22,6 +22,7 @@ AIM = 0.97  # of the limit: where an update that is made smaller shall end
 NEAR = (-0.04, 0.03)  # a KL so near to where it shall end stays there
 SQUARE = 2.0  # power of the share with which a KL falls near the reference,
 POWERS = (0.5, 6.0)  # and farther away: of an adapter whose factors are both scaled 2.7 to 3.6 were measured
+HALF, MOST_PART = 0.5, 0.9  # steps between two points of a search
 NEARLY = 0.968  # a share that tells the KL to 5 %, whatever the power from 0.5 to 3.5
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
 PRIOR_CHANGE = 0.15  # of the target: the prior of the forecast weighs as much as one change of the KL of this size
@@ -132,16 +133,17 @@ class Ceiling:
         """
         if self.way is None or share == 1.0:
             return move
-        if share >= NEARLY:
-            self.way.shrink(share)
-            done, after = share, move.kl_after * share**SQUARE
+        line, after = self.way.line(), move.kl_after * share**SQUARE
+        if share >= NEARLY or share == 0.0:
+            line.go(share)
         else:
-            wanted = move.kl_after * share**SQUARE
-            over, of_wanted = share**-SQUARE, lambda kl: kl.mean / wanted if wanted > 0 else math.nan
-            done, after, _ = self._go(self.way.parameters, self.way.origin(), rollout, over, of_wanted, 1.0)
+            whole = self.read_kl(rollout, True).mean  # the KL after the update may be known by half of the prompts
+            wanted = whole * share**SQUARE
+            found = self._search(line, rollout, share**-SQUARE, lambda kl: kl.mean / wanted if wanted else 1.0, 1.0)
+            after = self.read_kl(rollout, True).mean if found is None else found
         if self.forecast.made is not None:
             self.forecast.made = (self.forecast.made[0], after)
-        return replace(move, kl_after=after, scale=move.scale * done)
+        return replace(move, kl_after=after, scale=move.scale * line.share)
 
     def seen(self, move: CeilingResult) -> tuple[float, float, float]:
         """The KL before the update, and those expected of the next rollout: after it, and had it not been cut."""
@@ -162,73 +164,73 @@ class Ceiling:
         far = of_limit(uncut)
         if far <= 1.0:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
-        if (way := self.way) is not None:
+        if self.way is not None:
             # The states of a scaled policy are nearer as well, so its forecast falls as its KL does.
             each = max(1.0 / limit, far / uncut.mean) if math.isfinite(far) else math.nan
-            share, after = self._below(
-                way.parameters, way.origin(), rollout, far, lambda kl: kl.mean * each, learns=True
-            )
+            share, after = self._below(self.way.line(), rollout, far, lambda kl: kl.mean * each)
             return CeilingResult(share, start, 0.0 if after is None else after, uncut.mean, share)
+        line = Line(self.parameters, before)
         if of_limit(measured) <= 1.0:
-            share, after = self._below(self.parameters, before, rollout, far, of_limit, learns=False)
+            share, after = self._below(line, rollout, far, of_limit)
             return CeilingResult(share, start, start if after is None else after, uncut.mean)
         if uncut.mean < start:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
-        shrink(self.parameters, before, 0.0)
+        line.go(0.0)
         return CeilingResult(0.0, start, start, uncut.mean)
 
     def _below(
-        self,
-        parameters: Sequence[Tensor],
-        origin: Sequence[Tensor],
-        rollout: RolloutBatch,
-        over: float,
-        of_limit: Callable[[Mean], float],
-        *,
-        learns: bool,
+        self, line: Line, rollout: RolloutBatch, over: float, of_limit: Callable[[Mean], float]
     ) -> tuple[float, float | None]:
-        """Go towards `origin` from a point that is at `over` times the limit, until `of_limit(KL)` is below 1.
+        """Go to where `of_limit(KL)` is just below 1, from a point where it is `over`.
 
-        Returns the share of the way that is left, and the KL there; None at `origin` itself.
+        Returns the share of the way that is left, and the KL there; None at the origin, where no other point is known.
         """
-        if math.isfinite(over):
-            share, kl, over = self._go(parameters, origin, rollout, over, of_limit, AIM, learns=learns)
-            if over <= 1.0:
-                return share, kl
-        shrink(parameters, origin, 0.0)
-        return 0.0, None
+        kl = self._search(line, rollout, over, of_limit, AIM) if math.isfinite(over) else None
+        if kl is None:
+            line.go(0.0)
+        return line.share, kl
 
-    def _go(
-        self,
-        parameters: Sequence[Tensor],
-        origin: Sequence[Tensor],
-        rollout: RolloutBatch,
-        over: float,
-        of_limit: Callable[[Mean], float],
-        aim: float,
-        *,
-        learns: bool = True,
-    ) -> tuple[float, float, float]:
-        """Go on the line through `origin` from a point at `over` times a limit until `of_limit(KL)` is near `aim`.
+    def _search(
+        self, line: Line, rollout: RolloutBatch, over: float, of_limit: Callable[[Mean], float], aim: float
+    ) -> float | None:
+        """Go to where `of_limit(KL)` is near `aim`, from the end of the line, where it is `over`; never beyond it.
 
-        `learns`: the power of the share with which the KL falls; else any KL below is near. Returns the share of the
-        way that is left, the KL there, and this over the limit; the last try where none was near.
+        The KL falls with some power of the share, which is learned. Returns the KL there; where no try was near, that
+        of the best one below. None if none was, at the last try.
         """
-        share, power, kl = 1.0, SQUARE, math.nan
-        low, high = (aim + by for by in NEAR)
+        above, below, power, kls = (1.0, over), None, SQUARE, dict[float, float]()
         for _ in range(MOST_TRIES):
-            step, before = (aim / over) ** (1.0 / power), over
-            share *= step
-            shrink(parameters, origin, step)
-            measured = self.read_kl(rollout, True)
-            kl, over = measured.mean, of_limit(measured)
-            if not over > 0.0 or math.isinf(over) or ((low <= over or not learns) and over <= high):
-                break
-            power = fitted_power(over / before, step) if learns else power
-        return share, kl, over
+            line.go(_next_share(above, below, aim, power))
+            kl = self.read_kl(rollout, True)
+            here = (line.share, of_limit(kl))
+            kls[line.share] = kl.mean
+            if aim + NEAR[0] <= here[1] <= aim + NEAR[1]:
+                return kl.mean
+            if here[1] < aim:
+                below = here
+            else:
+                power, above = _power(here, above), here
+        if below is None:
+            return None
+        line.go(below[0])
+        return kls[below[0]]
 
 
-def fitted_power(change: float, step: float) -> float:
-    """The power of the share with which a KL fell by `change` when the share changed by `step`."""
-    power = math.log(change) / math.log(step) if change > 0 and step != 1.0 else SQUARE
-    return min(max(power, POWERS[0]), POWERS[1])
+Point = tuple[float, float]  # on a line: the share, and the KL there over the limit
+
+
+def _next_share(above: Point, below: Point | None, aim: float, power: float) -> float:
+    """Where the KL may be `aim`: by the power law from the point above, or through both."""
+    share, over = above
+    if below is None:
+        return share * ((aim / over) ** (1.0 / power) if math.isfinite(over) else HALF)
+    part = HALF  # of the way from below, in logarithms
+    if math.isfinite(over) and below[1] > 0.0:
+        part = min(max(math.log(aim / below[1]) / math.log(over / below[1]), 1.0 - MOST_PART), MOST_PART)
+    return float(below[0] * (share / below[0]) ** part)
+
+
+def _power(here: Point, before: Point) -> float:
+    """The power of the share with which the KL fell between two points."""
+    change = math.log(here[1] / before[1]) if math.isfinite(here[1]) and math.isfinite(before[1]) else 0.0
+    return min(max(change / math.log(here[0] / before[0]), POWERS[0]), POWERS[1])

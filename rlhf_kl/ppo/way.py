@@ -19,6 +19,22 @@ from rlhf_kl.models.lora import FACTORS, AdapterReference
 from rlhf_kl.sharding import local, local_like
 
 
+@dataclass
+class Line:
+    """A straight line of tensors: theta = origin + share (end - origin), where they began at `end`."""
+
+    parameters: Sequence[Tensor]
+    origin: Sequence[Tensor]
+    share: float = 1.0
+
+    @torch.no_grad()
+    def go(self, share: float) -> None:
+        """Move the tensors to this share of the way; from the origin there is no way back."""
+        step, self.share = (share / self.share if share else 0.0), share
+        for p, a in zip(self.parameters, self.origin, strict=True):
+            p.copy_(torch.lerp(a.to(p), p, step) if step else a.to(p))  # theta may not be finite
+
+
 @dataclass(frozen=True)
 class Way:
     """The tensors of a policy that are scaled, and their values at the reference."""
@@ -26,16 +42,9 @@ class Way:
     parameters: Sequence[Tensor]  # what this process holds of them
     origin: Callable[[], Sequence[Tensor]]
 
-    def shrink(self, share: float) -> None:
-        """theta_ref + share (theta - theta_ref); all processes call it."""
-        shrink(self.parameters, self.origin(), share)
-
-
-@torch.no_grad()
-def shrink(parameters: Sequence[Tensor], origin: Sequence[Tensor], share: float) -> None:
-    """origin + share (theta - origin)."""
-    for p, a in zip(parameters, origin, strict=True):
-        p.copy_(torch.lerp(a.to(p), p, share) if share else a.to(p))  # theta may not be finite
+    def line(self) -> Line:
+        """The line on which the tensors are now; all processes call it."""
+        return Line(self.parameters, self.origin())
 
 
 def way_from(reference: LM, policy: nn.Module, *, began_there: bool) -> Way | None:

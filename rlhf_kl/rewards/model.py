@@ -17,7 +17,7 @@ from rlhf_kl.data.chat import chat_exchange, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk
-from rlhf_kl.models.load import check_vocabulary, context_length, save_model
+from rlhf_kl.models.load import check_tokens, context_length, save_model
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pack_last, pass_overhead, same_tokens, text_layout
@@ -152,7 +152,7 @@ class RewardModel:
         if not responses:  # a process whose part is empty
             return torch.zeros(0)
         rows, types = self._encode(prompts, responses)
-        check_vocabulary(self.model, self.tokenizer, rows)
+        check_tokens(self.model, self.tokenizer, rows)
         read = partial(self._encoded, types) if self.encoder else partial(self._behind, self._starts(prompts, rows))
         scores = read(rows, sized(SCORING_ROWS)).cpu()
         return torch.where(scores.isfinite(), scores, math.inf)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.events import CoefNotFinite, ControllerState, ControllerTooSlow, KLNotFinite, worded
 from rlhf_kl.kl_controllers import (
     BOUNDS,
@@ -295,3 +296,17 @@ def test_names_and_synonyms():
         build_controller("adaptve", {})
     assert isinstance(build_controller("proportional", {"horizon": 9}), ZieglerKL)
     assert isinstance(build_controller("static", {}), FixedKL)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, math.inf])
+def test_a_share_of_the_distance_is_from_0_to_1(share: float) -> None:
+    class Scales:
+        coef = 0.1
+
+        def update(self, kl: float, episodes: int) -> None: ...
+
+        def scale(self) -> float:
+            return share
+
+    with pytest.raises(InputError, match=r"Scales\.scale returned .*: it must be from 0 to 1"):
+        as_controller(Scales()).distance_kept()

@@ -102,6 +102,46 @@ def test_where_the_kl_falls_with_another_power_it_is_measured_and_lands_as_near(
     assert ceiling.forecast.made == (pytest.approx(0.1**power), scaled.kl_after)
 
 
+@given(power=st.floats(0.3, 9.0), steep=st.floats(3.0, 100.0), middle=st.floats(0.1, 0.9), size=st.floats(0.2, 50.0))
+@settings(max_examples=200, deadline=None)
+def test_a_policy_that_blew_up_is_not_thrown_away(power: float, steep: float, middle: float, size: float) -> None:
+    """Its KL may rise within a small part of the way. The search ends below the limit, never beyond the end."""
+    farthest, tries = 0.0, list[tuple[float, float]]()
+
+    def law(x: float) -> float:
+        nonlocal farthest
+        farthest = max(farthest, x)
+        kl = 0.3 * x**power + size / (1.0 + math.exp(-steep * (x - middle))) - size / (1.0 + math.exp(steep * middle))
+        tries.append((x, kl))
+        return kl
+
+    point = Point(0.0, 1.0, law)
+    result = point.shorten(0.15)
+    assert farthest <= 1.0
+    assert result.kl_after == pytest.approx(law(point.place), rel=1e-3, abs=1e-6)
+    assert result.kl_after <= 0.15
+    best = max((x for x, kl in tries if kl <= 0.14), default=0.0)
+    assert point.place >= 0.999 * best
+
+
+@pytest.mark.parametrize("half", [0.08, 0.10, 0.13])
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.95])
+def test_a_controllers_share_is_of_the_kl_at_all_states(half: float, share: float) -> None:
+    """Half of the prompts may say another KL (0.1 at all); no policy goes beyond what was trained."""
+    point = Point(0.0, math.sqrt(0.1))
+    move = CeilingResult(1.0, 0.05, half, half)
+    scaled = point.ceiling(None).scale(None, move, share)  # type: ignore[arg-type]
+    assert scaled.scale <= 1.0
+    assert scaled.kl_after == pytest.approx(0.1 * share**2, rel=0.04)
+    assert scaled.kl_after == pytest.approx(point.place**2)
+
+
+def test_a_share_of_nothing_is_the_reference() -> None:
+    point = Point(0.0, 0.5)
+    scaled = point.ceiling(None).scale(None, CeilingResult(1.0, 0.1, 0.25, 0.25), 0.0)  # type: ignore[arg-type]
+    assert (scaled.kl_after, scaled.scale, point.place) == (0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(("end", "near"), [(0.86, False), (0.88, True), (0.99, True), (1.01, True)])
 def test_near_the_limit_all_states_are_read(end: float, near: bool) -> None:
     """From 3 standard errors below it on (0.872 squared), and in the line search."""

@@ -58,10 +58,11 @@ def plain_kl(policy: Any, reference: Any, rollout: Any) -> float:
     return total / count
 
 
+@pytest.mark.parametrize("batch", [16, 64])  # of the larger one the KL after an update is first read at half
 @pytest.mark.parametrize("ceiling", [None, 0.02])
 @pytest.mark.parametrize("kind", RATES)
 def test_the_kl_after_an_update_is_what_plain_transformers_measure_whoever_scaled(
-    make_trainer: Make, new_model: Make, kind: str, ceiling: float | None
+    make_trainer: Make, new_model: Make, kind: str, ceiling: float | None, batch: int
 ) -> None:
     policy, reference = policy_and_reference(kind, new_model(seed=3, spread=0.1))
     start = copy.deepcopy(policy) if reference is None else None
@@ -70,18 +71,21 @@ def test_the_kl_after_an_update_is_what_plain_transformers_measure_whoever_scale
         reference=reference,
         began_there=kind == "whole",
         controller=as_controller(Shrinker(1e-3) if ceiling is None else Recorder(1e-3), max_coef=0.1),
-        rollout={"batch_size": 16},  # so that all states are read
-        ppo={"learning_rate": RATES[kind], "total_episodes": 160, "minibatch_size": 8},
+        rollout={"batch_size": batch},
+        ppo={"learning_rate": RATES[kind], "total_episodes": 10 * batch, "minibatch_size": batch // 2},
         kl={"target": 0.015, "ceiling": ceiling and {"value": ceiling, "action": "backtrack"}},
     )
     cuts = 0
     for step in range(1, 4):
         update = trainer.update(step)
         after = plain_kl(policy, start if reference is None else reference, update.rollout)
-        assert update.move.kl_after == pytest.approx(after, rel=0.05)
+        read = batch == 16 or update.move.scale < 1.0  # at all states, so by no sample of them
+        assert update.move.kl_after == pytest.approx(after, rel=0.05 if read else 0.5)
         assert (update.move.scale == 1.0) == (ceiling is not None and update.move.factor == 1.0)
-        if ceiling is None:  # the controller's share, by the square
+        if ceiling is None and batch == 16:  # the controller's share, by the square
             assert update.move.kl_after == pytest.approx(SCALED**2 * update.move.kl_uncut, rel=0.05)
+        elif ceiling is None:
+            assert update.move.scale < 1.0
         elif update.move.factor < 1.0:
             cuts += 1
             forecast = trainer.ceiling.forecast(update.move.kl_before, update.move.kl_uncut)
@@ -145,7 +149,7 @@ def test_a_way_has_the_kinds_of_tensors_that_lead_to_the_reference(new_model: Ma
             there = model(ids).logits
         move(model, seed=5, by=0.1)
         assert not torch.allclose(model(ids).logits, there, atol=1e-4)
-        found.shrink(0.0)
+        found.line().go(0.0)
         assert torch.allclose(model(ids).logits, there, atol=1e-5)
     model, reference = policy_and_reference("fresh", new_model(seed=1))
     model.base_model.model.transformer.ln_f.weight.requires_grad_(True)  # a whole layer beside the adapter

@@ -103,7 +103,8 @@ def test_any_token_may_be_the_pad_token_of_the_classifier(
 def test_a_token_that_the_model_lacks_is_told(model: RewardModel) -> None:
     """A tokenizer may have gained tokens that the embedding has no rows for."""
     wider = copy.deepcopy(model.tokenizer)
-    wider.add_tokens(["<new>"])
+    wider.add_tokens(["<new>", "[PAD]"])
+    wider.pad_token = "[PAD]"  # which a decoder's rows do not have
     scorer = RewardModel(model.model, wider)
     assert scores(scorer, ["ab"], ["c"]) == scores(model, ["ab"], ["c"])
     with pytest.raises(InputError, match=r"token 7 \('<new>'\) is outside the model's 7: is this"):
