@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
+from rlhf_kl.data.chat import is_conversation
 from rlhf_kl.errors import InputError, collected, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name
 from rlhf_kl.text import utf8, whole
@@ -99,12 +100,17 @@ def _json(text: str, where: str) -> Iterator[Row]:
             raise
         yield from _jsonl(text, where)
         return
-    if not isinstance(rows, list):
-        inside = [key for key, value in rows.items() if isinstance(value, list)] if isinstance(rows, dict) else []
+    inside = [key for key, value in rows.items() if _is_rows(value)] if isinstance(rows, dict) else []
+    if inside or not isinstance(rows, (list, dict)):
         hint = f"; keep only the list under {inside[0]!r}" if inside else ""
         raise InputError(f"{where}: holds a {type(rows).__name__}, not a list of rows or one row a line{hint}")
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         yield _mapping(row, f"{where}, row {number}")
+
+
+def _is_rows(value: Any) -> bool:
+    """Whether a value in an object is a list of rows, so that the object itself is none."""
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value) and not is_conversation(value)
 
 
 def _is_object(line: str) -> bool:
