@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +125,7 @@ def _csv(text: str, where: str) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         names = list(reader.fieldnames or [])
-        if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
-            raise InputError(f"{where}: line 1: the header names {twice[0]!r} more than once")
+        reader.fieldnames = _told_apart(names)
         if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
             raise InputError(f"{where}: line 1: separate columns with commas, not {mark!r}: {names[0]!r:.80}")
         for row in reader:
@@ -136,6 +135,14 @@ def _csv(text: str, where: str) -> Iterator[Row]:
             yield row
     except csv.Error as error:
         raise InputError(f"{where}: line {reader.line_num + 1}: {error}") from error  # where its row begins
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Names of columns; one that is there twice becomes "name (1 of 2)" and "name (2 of 2)"."""
+    return [
+        f"{name} ({names[:i].count(name) + 1} of {many})" if name and (many := names.count(name)) > 1 else name
+        for i, name in enumerate(names)
+    ]
 
 
 def _txt(text: str, _where: str) -> Iterator[Row]:

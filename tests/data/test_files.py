@@ -76,7 +76,11 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.csv", 'prompt\n"a\n', "line 2: "),
         ("x.csv", "prompt;text\na;b\n", "line 1: separate columns with commas, not ';'"),
         ("x.csv", "prompt\ttext\na\tb\n", "line 1: separate columns with commas, not '\\t'"),
-        ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
+        (
+            "x.csv",
+            "prompt,text,prompt\na,b,c\n",
+            "row 1 has no column 'prompt' (it has prompt (1 of 2), text, prompt (2 of 2)); set data.column: one of",
+        ),
         ("x.csv", "prompt,text\na,b\nwell, then,c\n", "line 3: 3 cells for 2 columns"),  # a comma without quotes
         ("x.jsonl", '{"promt": "a"}\n', "row 1 has no column 'prompt'; did you mean promt?"),
         (
@@ -95,10 +99,6 @@ def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected
     assert expected in problem(path)
 
 
-def test_a_last_line_that_is_cut_is_told_as_that(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b')
-    assert problem(tmp_path / "x.jsonl").endswith("; the file ends here: was it cut?")
-
 @pytest.mark.parametrize("ends", ["", "\n"])
 @pytest.mark.parametrize(
     "row", [{"prompt": "a"}, {"prompt": "a", "tags": ["b"]}, {"messages": [{"role": "user", "content": "a"}]}]
@@ -114,6 +114,10 @@ def test_a_column_that_is_there_twice_is_no_trouble_to_the_others(tmp_path: Path
     assert read_column(tmp_path / "x.csv", "text") == ["a"]
     assert read_column(tmp_path / "x.csv", "label (2 of 2)") == ["1"]
 
+
+def test_a_last_line_that_is_cut_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b')
+    assert problem(tmp_path / "x.jsonl").endswith("; the file ends here: was it cut?")
 
 
 def test_a_pair_of_surrogates_is_a_character_and_a_short_row_has_a_null(tmp_path: Path) -> None:
