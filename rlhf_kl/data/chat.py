@@ -6,12 +6,15 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rlhf_kl.errors import InputError, nearest
 from rlhf_kl.types import Conversation, Prompt
 
 OF_SYSTEM = ("system", "developer")  # roles of a message before the turns
 SENTINEL = "a text that no template has"
+# The role that a template writes, by tokenizer and what else decides it: it is found once, not for every row.
+_ROLES: WeakKeyDictionary[Any, dict[str, str | None]] = WeakKeyDictionary()
 
 
 def is_conversation(value: Any) -> bool:
@@ -67,14 +70,25 @@ def chat_prompt(tokenizer: Any, prompt: Prompt, system: str | None, options: Map
     """A prompt as the tokenizer's chat template writes it, up to where the answer begins.
 
     `system` comes first, unless a conversation has its own system message. `options`: variables of the template.
+    Errors: InputError where the template leaves that message out.
     """
-    return _apply(tokenizer, _turns(prompt, system), options, answer=True)
+    turns = _turns(prompt, system)
+    text = _apply(tokenizer, turns, options, answer=True)
+    if _leaves_out(tokenizer, turns, options, answer=True):
+        roles = dict.fromkeys((turns[0]["role"], "system"))
+        raise InputError(f"chat template: it leaves out the message of a {' or '.join(roles)}")
+    return text
 
 
 def chat_exchange(tokenizer: Any, prompt: Prompt, response: str, system: str | None, options: Mapping[str, Any]) -> str:
-    """Prompt and answer as the tokenizer's chat template writes them."""
+    """Prompt and answer as the tokenizer's chat template writes them, be it without a system message."""
     turns = [*_turns(prompt, system), {"role": "assistant", "content": response}]
     return _apply(tokenizer, turns, options, answer=False)
+
+
+def exchange_lacks_system(tokenizer: Any, prompt: Prompt) -> bool:
+    """Whether the chat template leaves the system message of this prompt out of an exchange."""
+    return _leaves_out(tokenizer, _turns(prompt, None), {}, answer=False)
 
 
 def opening(tokenizer: Any, system: str | None, options: Mapping[str, Any]) -> str:
@@ -124,18 +138,34 @@ def _apply(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str,
     """Messages in the words of the template; a developer's is the system's where the template does not write it."""
     first, *rest = messages
     if first["role"] in OF_SYSTEM:
-        messages = [first | {"role": _role_in_front(tokenizer, first["role"], rest, options)}, *rest]
+        role = _role_in_front(tokenizer, first["role"], options, answer=answer)
+        messages = [first | {"role": role or "system"}, *rest]
     return _written(tokenizer, messages, options, answer=answer)
 
 
-def _role_in_front(tokenizer: Any, role: str, rest: list[dict[str, str]], options: Mapping[str, Any]) -> str:
-    """The role in which the template writes such a message in front of the others. Errors: InputError where in none."""
-    roles = dict.fromkeys((role, "system"))
-    for tried in roles:
-        with contextlib.suppress(*[InputError] * (tried != "system")):  # it may refuse a developer
-            if SENTINEL in _written(tokenizer, [{"role": tried, "content": SENTINEL}, *rest], options, answer=True):
-                return tried
-    raise InputError(f"chat template: it leaves out the message of a {' or '.join(roles)}")
+def _leaves_out(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> bool:
+    role = messages[0]["role"]
+    return role in OF_SYSTEM and _role_in_front(tokenizer, role, options, answer=answer) is None
+
+
+def _role_in_front(tokenizer: Any, role: str, options: Mapping[str, Any], *, answer: bool) -> str | None:
+    """The role in which the template writes such a message in front of the turns; None where in none."""
+    known = _ROLES.setdefault(tokenizer, {})
+    key = repr((tokenizer.chat_template, role, options, answer))
+    if key not in known:
+        tries = (tried for tried in (role, "system") if _writes(tokenizer, tried, options, answer=answer))
+        known[key] = next(tries, None)
+    return known[key]
+
+
+def _writes(tokenizer: Any, role: str, options: Mapping[str, Any], *, answer: bool) -> bool:
+    """Whether the content of a message in front changes the text; not where the template refuses the message."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}][: 1 if answer else 2]
+    texts = set[str]()
+    for content in ("b", "c"):
+        with contextlib.suppress(InputError):
+            texts.add(_written(tokenizer, [{"role": role, "content": content}, *turns], options, answer=answer))
+    return len(texts) > 1
 
 
 def _written(tokenizer: Any, messages: list[dict[str, str]], options: Mapping[str, Any], *, answer: bool) -> str:

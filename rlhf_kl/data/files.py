@@ -6,11 +6,12 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_kl.config.paths import DATA_SUFFIXES, looks_like_path
+from rlhf_kl.data.chat import is_conversation
 from rlhf_kl.errors import InputError, collected, no_such_file, suggestion
 from rlhf_kl.hub import HubName, first_line, hub_name
 from rlhf_kl.text import utf8, whole
@@ -99,12 +100,17 @@ def _json(text: str, where: str) -> Iterator[Row]:
             raise
         yield from _jsonl(text, where)
         return
-    if not isinstance(rows, list):
-        inside = [key for key, value in rows.items() if isinstance(value, list)] if isinstance(rows, dict) else []
+    inside = [key for key, value in rows.items() if _is_rows(value)] if isinstance(rows, dict) else []
+    if inside or not isinstance(rows, (list, dict)):
         hint = f"; keep only the list under {inside[0]!r}" if inside else ""
         raise InputError(f"{where}: holds a {type(rows).__name__}, not a list of rows or one row a line{hint}")
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         yield _mapping(row, f"{where}, row {number}")
+
+
+def _is_rows(value: Any) -> bool:
+    """Whether a value in an object is a list of rows, so that the object itself is none."""
+    return isinstance(value, list) and all(isinstance(row, dict) for row in value) and not is_conversation(value)
 
 
 def _is_object(line: str) -> bool:
@@ -119,8 +125,7 @@ def _csv(text: str, where: str) -> Iterator[Row]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         names = list(reader.fieldnames or [])
-        if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
-            raise InputError(f"{where}: line 1: the header names {twice[0]!r} more than once")
+        reader.fieldnames = _told_apart(names)
         if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), None)):
             raise InputError(f"{where}: line 1: separate columns with commas, not {mark!r}: {names[0]!r:.80}")
         for row in reader:
@@ -130,6 +135,14 @@ def _csv(text: str, where: str) -> Iterator[Row]:
             yield row
     except csv.Error as error:
         raise InputError(f"{where}: line {reader.line_num + 1}: {error}") from error  # where its row begins
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Names of columns; one that is there twice becomes "name (1 of 2)" and "name (2 of 2)"."""
+    return [
+        f"{name} ({names[:i].count(name) + 1} of {many})" if name and (many := names.count(name)) > 1 else name
+        for i, name in enumerate(names)
+    ]
 
 
 def _txt(text: str, _where: str) -> Iterator[Row]:

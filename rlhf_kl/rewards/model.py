@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kl.data.chat import chat_exchange, plain_text, require_chat_template
+from rlhf_kl.data.chat import chat_exchange, exchange_lacks_system, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk
@@ -22,6 +22,7 @@ from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.text import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pack_last, pass_overhead, same_tokens, text_layout
 from rlhf_kl.types import Prompt, Responses
+from rlhf_kl.ui import log
 
 SCORING_ROWS = 64  # texts in one forward pass of a reward model
 SCORING_TOKENS = 1 << 16
@@ -104,6 +105,7 @@ class RewardModel:
         limits = [n for n in (context_length(model), tokenizer.model_max_length) if n is not None and n < 1 << 31]
         self.limit = min(limits, default=None)
         self.trunk = Trunk(model, dtype)
+        self.told = False  # that the chat template leaves out system messages
         self.keeps_states = False
         self.kept: list[ScoredText] = []  # of the last batch, where `keeps_states`
         if not self.encoder:
@@ -226,6 +228,9 @@ class RewardModel:
         pairs = list(zip(prompts, responses, strict=True))
         if self.form.chat:
             texts = [chat_exchange(self.tokenizer, prompt, response, None, {}) for prompt, response in pairs]
+            if not self.told and any(exchange_lacks_system(self.tokenizer, prompt) for prompt in prompts):
+                self.told = True
+                log.warning("reward model: its chat template leaves out system messages, so it does not read them")
         else:
             texts = [plain_text(prompt) + response for prompt, response in pairs]
         if self.encoder and not self.form.chat:

@@ -63,7 +63,7 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.jsonl", '{"prompt": [{"content": {"\\ud83d": 1}}]}', "line 1: half of a surrogate pair is no text"),
         ("x.json", '[{"prompt": "a"}, {"prompt": "\\udc00 a"}]', "row 2: half of a surrogate pair is no text"),
         ("x.json", "", "holds no rows"),
-        ("x.json", '{"prompt": "a"}', "holds a dict, not a list"),
+        ("x.json", '"a"', "holds a str, not a list"),
         (
             "x.json",
             '{"version": 1, "data": []}',
@@ -76,7 +76,11 @@ def problem(path: Path, column: str = "prompt") -> str:
         ("x.csv", 'prompt\n"a\n', "line 2: "),
         ("x.csv", "prompt;text\na;b\n", "line 1: separate columns with commas, not ';'"),
         ("x.csv", "prompt\ttext\na\tb\n", "line 1: separate columns with commas, not '\\t'"),
-        ("x.csv", "prompt,text,prompt\na,b,c\n", "names 'prompt' more than once"),
+        (
+            "x.csv",
+            "prompt,text,prompt\na,b,c\n",
+            "row 1 has no column 'prompt' (it has prompt (1 of 2), text, prompt (2 of 2)); set data.column: one of",
+        ),
         ("x.csv", "prompt,text\na,b\nwell, then,c\n", "line 3: 3 cells for 2 columns"),  # a comma without quotes
         ("x.jsonl", '{"promt": "a"}\n', "row 1 has no column 'prompt'; did you mean promt?"),
         (
@@ -93,6 +97,22 @@ def test_each_problem_is_one_line_that_says_where(name: str, body: str, expected
     path = tmp_path / name
     path.write_text(body, encoding="utf-8")
     assert expected in problem(path)
+
+
+@pytest.mark.parametrize("ends", ["", "\n"])
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a"}, {"prompt": "a", "tags": ["b"]}, {"messages": [{"role": "user", "content": "a"}]}]
+)
+def test_an_object_alone_is_one_row_under_either_name(row: dict[str, object], ends: str, tmp_path: Path) -> None:
+    for name, indent in (("x.jsonl", None), ("x.json", None), ("x.json", 1)):
+        (tmp_path / name).write_text(json.dumps(row, indent=indent) + ends)
+        assert read_rows(tmp_path / name) == [row]
+
+
+def test_a_column_that_is_there_twice_is_no_trouble_to_the_others(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,label,label\na,0,1\n")
+    assert read_column(tmp_path / "x.csv", "text") == ["a"]
+    assert read_column(tmp_path / "x.csv", "label (2 of 2)") == ["1"]
 
 
 def test_a_last_line_that_is_cut_is_told_as_that(tmp_path: Path) -> None:

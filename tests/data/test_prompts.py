@@ -170,6 +170,35 @@ def test_a_system_message_that_the_template_leaves_out_is_told(letters: Any) -> 
     assert problem(prepare, ["b"], chatty, None, chat_template=True, system="a") == left_out
 
 
+def test_a_system_message_may_be_written_in_other_letters(letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = "{% for m in messages %}{{ m['content'] | upper }};{% endfor %}"
+    assert prepare(["b"], chatty, None, chat_template=True, system="a")[0].rendered == ["A;B;"]
+
+
+def test_a_template_that_asks_only_behind_a_user_writes_an_exchange(letters: Any) -> None:
+    chatty = copy.deepcopy(letters)
+    last = "messages[-1]['role'] == 'assistant'"
+    refuses = "{% if add_generation_prompt and " + last + " %}{{ raise_exception('last must be user') }}{% endif %}"
+    chatty.chat_template = refuses + "{% for m in messages %}" + TURN + "{% endfor %}"
+    for role in ("system", "developer"):
+        said = chat_exchange(chatty, ((role, "a"), ("user", "b")), "d", None, {})
+        assert said == f"{role}:a;user:b;assistant:d;"
+
+
+def test_a_template_is_probed_once_for_all_rows(letters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chatty = copy.deepcopy(letters)
+    chatty.chat_template = "{% for m in messages %}" + TURN + "{% endfor %}"
+    calls, write = [], chatty.apply_chat_template
+    monkeypatch.setattr(chatty, "apply_chat_template", lambda *args, **more: calls.append(0) or write(*args, **more))
+    prepare(["a"], chatty, None, chat_template=True, system="c")
+    one = len(calls)
+    prepare(["a", "b", "c"], chatty, None, chat_template=True, system="c")
+    assert len(calls) - one == 3
+    chatty.chat_template = "{% for m in messages[1:] %}" + TURN + "{% endfor %}"  # another template is another case
+    assert "leaves out" in problem(prepare, ["a"], chatty, None, chat_template=True, system="c")
+
+
 @pytest.mark.parametrize(
     ("header", "asked", "opened"),
     [

@@ -157,6 +157,19 @@ def test_a_chat_format_reads_every_turn(tiny_reward_folder: Path) -> None:
     assert scorer.encode([said, "d"], ["ab", "a"]) == [[3, 2, 4, 2, 5, 2, 3, 4, 2], [6, 2, 3, 2]]
 
 
+def test_a_chat_format_without_system_messages_is_told_once(
+    tiny_reward_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(str(tiny_reward_folder))
+    tokenizer.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}<eos>{% endfor %}"
+    scorer = RewardModel(load_reward_model(str(tiny_reward_folder)), tokenizer, form=TextFormat(chat=True))
+    assert scorer.encode(["a"], ["b"]) == [[3, 2, 4, 2]]
+    assert not capsys.readouterr().err
+    for _ in range(2):
+        assert scorer.encode(["a", (("system", "d"), ("user", "a"))], ["b", "b"]) == [[3, 2, 4, 2]] * 2
+    assert capsys.readouterr().err.count("leaves out system messages") == 1
+
+
 def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, letters: Any) -> None:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
