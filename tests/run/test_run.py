@@ -437,6 +437,22 @@ def test_a_signal_that_torchrun_sends_again_is_one_signal(
     assert steps_of(tmp_path / "run")[-1] == last  # the update is finished, or is not
 
 
+@pytest.mark.parametrize(
+    ("grace", "times"), [(0.0, 1), (0.5, 1), (100.0, 3)], ids=["no grace", "grace ends", "a signal after the echo"]
+)
+def test_under_torchrun_only_one_signal_is_taken_for_its_own(
+    monkeypatch: pytest.MonkeyPatch, grace: float, times: int
+) -> None:
+    """The end of the grace period is no echo, and neither is what the user sends after it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    began = time.monotonic()
+    with pytest.raises(Interrupted), stopping_on_signals(grace):
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(4)
+    assert time.monotonic() - began < 3
+
+
 def test_a_first_signal_is_answered_at_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -451,7 +467,7 @@ def test_a_grace_that_a_launcher_does_not_give_is_told(
     work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    words = "torchrun kills its processes 30 s after a signal, before checkpoint.grace (30 s) is over: set "
+    words = "torchrun kills its processes 30 s after a signal, unless its --shutdown-timeout says otherwise: before "
     work("alone", "checkpoint.grace=30")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     work("usual")
@@ -464,6 +480,9 @@ def test_a_grace_that_a_launcher_does_not_give_is_told(
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "40")
     work("longer", "checkpoint.grace=30")
     assert "torchrun" not in capsys.readouterr().err
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5m")  # which a launcher of another kind may leave
+    work("odd", "checkpoint.grace=30")
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_guard_ends_the_run_with_its_reason_and_a_checkpoint(work: Work, tmp_path: Path) -> None:
