@@ -170,18 +170,17 @@ def test_auto_goes_by_the_bytes_of_a_checkpoint(work: Work, tmp_path: Path, monk
     assert steps_of(tmp_path / "auto") == [4, 6]  # the last step is always saved
 
 
-def test_a_large_model_has_four_checkpoints_in_a_run(work: Work, tmp_path: Path) -> None:
+def test_a_large_model_has_about_four_checkpoints_in_a_run(work: Work, tmp_path: Path) -> None:
     """7B parameters with Adam's moments are 84 GB, for which 85 updates are usual; none are 60."""
-    for total in (1, 3, 4, 5, 60, 61, 1000):
+    for total in (*range(1, 30), 60, 61, 1000):
         every = usual_interval(84 * 10**9, total)
         written = {*range(every, total + 1, every), total}
-        assert len(written) >= min(4, total), total
-        assert every in (85, max(1, total // 4))
+        assert min(3, total) <= len(written) <= (4 if total < 340 else 13), total
     with pytest.raises(Killed):
         work("run", "checkpoint.every=auto", at=die)
-    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert steps_of(tmp_path / "run") == [2, 4]
     work("run", "checkpoint.every=auto", "ppo.total_episodes=960", resume=True)  # longer: it keeps its interval
-    assert json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())["every"] == 1
+    assert json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())["every"] == 2
 
 
 def test_what_a_run_says_of_its_checkpoints() -> None:
