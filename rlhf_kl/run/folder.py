@@ -20,7 +20,7 @@ RUNS = Path("runs")
 EVENTS = "events.out.tfevents.*"  # of TensorBoard
 NO_CHECKPOINTS = " (it has none: `compare` removes those of a finished run, unless the comparison sets checkpoint.keep)"
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
-SCALED = re.compile(r"scaled-[\d.e+-]+")  # a policy that `rlhf-kl scale --save` wrote
+SCALED = re.compile(r"scaled-\d+(\.\d+)?(e[+-]?\d+)?", re.ASCII)  # a policy that `rlhf-kl scale --save` wrote
 
 
 class RunFolder:

@@ -67,12 +67,19 @@ def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
     (folder.tensorboard / "events.out.tfevents.1").write_text("x")
     for place in (run, folder.checkpoints, folder.tensorboard):
         (place / "mine.png").write_text("mine")
+    for name in ("scaled-2024-05-01", "scaled-1.2.3", "scaled-e", "scaled-", "scaled-0.1-mine"):
+        (run / name).mkdir()
+        (run / name / "mine").write_text("mine")
+    for name in ("scaled-0.05", "scaled-2", "scaled-1e-05", "scaled-1e+06", "scaled-1.5e-05"):
+        (run / name).mkdir()
+        (run / name / "model").write_text("x")
     (folder.final / "mine").symlink_to(precious)
     open_folder(run, overwrite=True)
     assert folder.config.exists()  # until the new run is sure to start
     folder.remove_run()
     left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    assert left == {".rlhf-kl.lock", "mine.png", "checkpoints/mine.png", "tensorboard/mine.png"}
+    users = {f"scaled-{name}/mine" for name in ("2024-05-01", "1.2.3", "e", "", "0.1-mine")}
+    assert left == users | {".rlhf-kl.lock", "mine.png", "checkpoints/mine.png", "tensorboard/mine.png"}
     assert (precious / "file").read_text() == "x"
 
 
