@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
     if not overwrite:
         check_folders(plan)
     waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
+    forget_others(plan)
     for run in plan.runs:
         write_atomic(_config_file(plan, run), dump_config(run.config))
         if run not in waiting:  # an earlier process may have died between the two
@@ -104,9 +106,18 @@ def check_folders(plan: ComparePlan) -> None:
         raise InputError(*problems)
 
 
+def forget_others(plan: ComparePlan) -> None:
+    """Remove the configs of runs that are not planned any more, or each would be noted as one that has not begun."""
+    planned = {run.name for run in plan.runs}
+    for file in (plan.folder / CONFIGS).glob("*.yaml"):
+        if file.stem not in planned and re.fullmatch(r".+-s\d+", file.stem):
+            file.unlink(missing_ok=True)
+
+
 def start_run(plan: ComparePlan, run: PlannedRun, jobs: int, overwrite: bool) -> subprocess.Popen[bytes]:
     """Start a run in a process of its own, which writes into its log."""
     config, file = _config_file(plan, run), _log_file(plan, run)
+    write_atomic(config, dump_config(run.config))  # again: another plan in this folder may have removed it
     for path in (_run_folder(run).path, file):
         path.parent.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)

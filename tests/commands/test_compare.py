@@ -195,6 +195,36 @@ def test_each_run_gets_its_share_of_the_cores(
     assert started == [threads, threads]
 
 
+def test_only_planned_runs_have_a_config(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a variant that was removed `compare FOLDER` would say that it has not begun."""
+    configs = tmp_path / "configs"
+    monkeypatch.setattr(
+        "rlhf_kl.commands.grid.subprocess.Popen", lambda *_, **options: SimpleNamespace(poll=lambda: 0, returncode=0)
+    )
+    for names in (["adaptive", "static"], ["adaptive"]):
+        file = plan({name: VARIANTS[name] for name in names})
+        assert not train_grid(load_compare(str(file), [], tmp_path, None), jobs=1, overwrite=False)
+        (configs / "mine.yaml").touch()
+    assert {path.stem for path in configs.glob("*.yaml")} == {"adaptive-s3", "mine"}
+
+
+def test_a_run_has_its_config_though_another_plan_removed_it(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the same comparison with another seed does, which is started beside it in the same folder."""
+    seen: list[bool] = []
+
+    def popen(command: list[str], **options: Any) -> SimpleNamespace:
+        seen.append(Path(command[command.index("--config") + 1]).is_file())
+        for file in (tmp_path / "configs").iterdir():
+            file.unlink()
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr("rlhf_kl.commands.grid.subprocess.Popen", popen)
+    train_grid(load_compare(str(plan(VARIANTS)), [], tmp_path, None), jobs=1, overwrite=False)
+    assert seen == [True, True]
+
+
 @pytest.mark.slow
 def test_an_interrupted_grid_goes_on(plan: Plan, tmp_path: Path, rlhf_kl: Cli) -> None:
     out = tmp_path / "out"
