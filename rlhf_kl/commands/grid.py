@@ -45,10 +45,11 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
         check_folders(plan)
     waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
     forget_others(plan)
+    dropped = 0
     for run in plan.runs:
         write_atomic(_config_file(plan, run), dump_config(run.config))
         if run not in waiting:  # an earlier process may have died between the two
-            drop_checkpoints(run)
+            dropped += drop_checkpoints(run)
     jobs = max(1, min(jobs, len(waiting)))
     log.info(f"{len(plan.runs)} runs: {len(plan.runs) - len(waiting)} finished, {len(waiting)} to train")
     running: dict[str, tuple[PlannedRun, subprocess.Popen[bytes]]] = {}
@@ -69,7 +70,7 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
                     if ended:
                         del running[run.name]
                         failures += [run.name] * (not tell_end(run, process.returncode, _log_file(plan, run)))
-                        drop_checkpoints(run)
+                        dropped += drop_checkpoints(run)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT) from None
     finally:
@@ -77,6 +78,9 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
             process.send_signal(signal.SIGINT)  # each writes a checkpoint and ends
         for _, process in running.values():
             process.wait()
+        if dropped:
+            runs = f"{dropped} finished run{'s' * (dropped > 1)}"
+            log.info(f"checkpoints of {runs} removed, which checkpoint.keep in the config prevents")
     return failures
 
 
@@ -143,16 +147,21 @@ def given_threads() -> int | None:
     return cores() if not own else int(own) if own.isdecimal() and int(own) else None
 
 
-def drop_checkpoints(run: PlannedRun) -> None:
-    """Remove those of a finished run, but for its best one (`checkpoint.best`); none if the run `keeps` them."""
+def drop_checkpoints(run: PlannedRun) -> bool:
+    """Remove those of a finished run, but for its best one (`checkpoint.best`); none if the run `keeps` them.
+
+    Returns whether there were any to remove.
+    """
     folder = _run_folder(run)
     if run.keeps or (summary := folder.finished_summary()) is None:
-        return
+        return False
     best = (summary.get("best_checkpoint") or {}).get("step")
     with contextlib.suppress(InputError), lock_run_folder(folder, resume=True, overwrite=False):
-        for path in checkpoint_folders(folder.checkpoints):
-            if checkpoint_step(path) != best:
-                remove_folder(path)
+        old = [path for path in checkpoint_folders(folder.checkpoints) if checkpoint_step(path) != best]
+        for path in old:
+            remove_folder(path)
+        return bool(old)
+    return False
 
 
 def tell_end(run: PlannedRun, code: int, file: Path) -> bool:

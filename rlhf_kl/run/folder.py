@@ -18,7 +18,7 @@ from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
 EVENTS = "events.out.tfevents.*"  # of TensorBoard
-NO_CHECKPOINTS = " (it has none: `compare` removes those of a finished run, unless the comparison sets checkpoint.keep)"
+NO_CHECKPOINTS = " (it has none: `compare` removes those of a finished run, unless checkpoint.keep is written)"
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
 SCALED = re.compile(r"scaled-\d+(\.\d+)?(e[+-]?\d+)?", re.ASCII)  # a policy that `rlhf-kl scale --save` wrote
 
