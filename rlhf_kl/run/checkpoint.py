@@ -178,7 +178,7 @@ def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def usual_interval(size: int, total: int, few: int = 5) -> int:
-    """Updates between two checkpoints of `size` bytes in a run of `total` updates; at most a quarter of them, rounded up.
+    """Updates between two checkpoints of `size` bytes in a run of `total` updates; at most a quarter, rounded up.
 
     `few` for each 5 GB: with 5 an update writes 1 GB or so at most.
     """

@@ -85,9 +85,9 @@ def grace_note(grace: float) -> str | None:
     if UNDER_TORCHRUN not in os.environ or grace < limit:
         return None
     return (
-        f"torchrun kills its processes {limit:g} s after a signal, unless its --shutdown-timeout says otherwise: before "
-        f"checkpoint.grace ({grace:g} s) is over. Set {TORCHRUN}={grace + SPARE:.0f} for torchrun (a torch whose "
-        f"torchrun has --shutdown-timeout), or checkpoint.grace={max(0.0, limit - SPARE):g}"
+        f"torchrun kills its processes {limit:g} s after a signal, unless its --shutdown-timeout says otherwise: "
+        f"before checkpoint.grace ({grace:g} s) is over. Set {TORCHRUN}={grace + SPARE:.0f} for torchrun (a torch "
+        f"whose torchrun has --shutdown-timeout), or checkpoint.grace={max(0.0, limit - SPARE):g}"
     )
 
 

@@ -445,10 +445,14 @@ def test_under_torchrun_only_one_signal_is_taken_for_its_own(
     """The end of the grace period is no echo, and neither is what the user sends after it."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     began = time.monotonic()
-    with pytest.raises(Interrupted), stopping_on_signals(grace):
+
+    def wait() -> None:
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(4)
+
+    with pytest.raises(Interrupted), stopping_on_signals(grace):
+        wait()
     assert time.monotonic() - began < 3
 
 

@@ -156,8 +156,8 @@ class CheckpointSection(Section):
     grace: NonNegative = 20.0
     """Seconds to finish and save the current update after SIGINT or SIGTERM; then it is interrupted.
 
-    torchrun kills its processes 30 seconds after a signal, unless its --shutdown-timeout or TORCH_ELASTIC_SHUTDOWN_TIMEOUT
-    says otherwise.
+    torchrun kills its processes 30 seconds after a signal, unless its --shutdown-timeout or
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
     """
 
 
