@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,10 +44,12 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
     if not overwrite:
         check_folders(plan)
     waiting = [run for run in plan.runs if overwrite or not _is_finished(run)]
+    forget_others(plan)
+    dropped = 0
     for run in plan.runs:
         write_atomic(_config_file(plan, run), dump_config(run.config))
         if run not in waiting:  # an earlier process may have died between the two
-            drop_checkpoints(run)
+            dropped += drop_checkpoints(run)
     jobs = max(1, min(jobs, len(waiting)))
     log.info(f"{len(plan.runs)} runs: {len(plan.runs) - len(waiting)} finished, {len(waiting)} to train")
     running: dict[str, tuple[PlannedRun, subprocess.Popen[bytes]]] = {}
@@ -67,7 +70,7 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
                     if ended:
                         del running[run.name]
                         failures += [run.name] * (not tell_end(run, process.returncode, _log_file(plan, run)))
-                        drop_checkpoints(run)
+                        dropped += drop_checkpoints(run)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT) from None
     finally:
@@ -75,6 +78,9 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
             process.send_signal(signal.SIGINT)  # each writes a checkpoint and ends
         for _, process in running.values():
             process.wait()
+        if dropped:
+            runs = f"{dropped} finished run{'s' * (dropped > 1)}"
+            log.info(f"checkpoints of {runs} removed, which checkpoint.keep in the config prevents")
     return failures
 
 
@@ -104,9 +110,18 @@ def check_folders(plan: ComparePlan) -> None:
         raise InputError(*problems)
 
 
+def forget_others(plan: ComparePlan) -> None:
+    """Remove the configs of runs that are not planned any more, or each would be noted as one that has not begun."""
+    planned = {run.name for run in plan.runs}
+    for file in (plan.folder / CONFIGS).glob("*.yaml"):
+        if file.stem not in planned and re.fullmatch(r".+-s\d+", file.stem):
+            file.unlink(missing_ok=True)
+
+
 def start_run(plan: ComparePlan, run: PlannedRun, jobs: int, overwrite: bool) -> subprocess.Popen[bytes]:
     """Start a run in a process of its own, which writes into its log."""
     config, file = _config_file(plan, run), _log_file(plan, run)
+    write_atomic(config, dump_config(run.config))  # again: another plan in this folder may have removed it
     for path in (_run_folder(run).path, file):
         path.parent.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
@@ -132,16 +147,21 @@ def given_threads() -> int | None:
     return cores() if not own else int(own) if own.isdecimal() and int(own) else None
 
 
-def drop_checkpoints(run: PlannedRun) -> None:
-    """Remove those of a finished run, but for its best one (`checkpoint.best`); none if the run `keeps` them."""
+def drop_checkpoints(run: PlannedRun) -> bool:
+    """Remove those of a finished run, but for its best one (`checkpoint.best`); none if the run `keeps` them.
+
+    Returns whether there were any to remove.
+    """
     folder = _run_folder(run)
     if run.keeps or (summary := folder.finished_summary()) is None:
-        return
+        return False
     best = (summary.get("best_checkpoint") or {}).get("step")
     with contextlib.suppress(InputError), lock_run_folder(folder, resume=True, overwrite=False):
-        for path in checkpoint_folders(folder.checkpoints):
-            if checkpoint_step(path) != best:
-                remove_folder(path)
+        old = [path for path in checkpoint_folders(folder.checkpoints) if checkpoint_step(path) != best]
+        for path in old:
+            remove_folder(path)
+        return bool(old)
+    return False
 
 
 def tell_end(run: PlannedRun, code: int, file: Path) -> bool:

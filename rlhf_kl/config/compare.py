@@ -131,8 +131,11 @@ def plan_comparison(
         if not differences(by_variant[name], by_variant[other])
     ]
     refuse(*dict.fromkeys(problems))
-    changed = inner(parse_overrides(overrides)[0], "checkpoint")
-    keeps = {one: "keep" in {**inner(each or {}, "checkpoint"), **changed} for one, each in config.variants.items()}
+    written = [read_merged(base), parse_overrides(overrides)[0]]
+    keeps = {
+        one: any("keep" in inner(raw, "checkpoint") for raw in (*written, each or {}))
+        for one, each in config.variants.items()
+    }
     runs = [
         PlannedRun(one, number, _placed(settings, folder, f"{one}-s{number}", number, updates), keeps[one])
         for number in config.seeds

@@ -28,7 +28,7 @@ FORMAT = 10  # of the state; raised when older checkpoints cannot be resumed any
 WAY_OUT = "without this folder the checkpoint before is used"
 SHARD = 1 << 30  # bytes of tensors in a file; a larger tensor has a file of its own
 PARTS = "shard-*.safetensors"  # files of torch's distributed checkpoints
-FEWEST = 4  # checkpoints of a run, where `checkpoint.every` is auto
+ABOUT = 4  # checkpoints of a run at least, where `checkpoint.every` is auto; a short run may have 3
 MOST_SECONDS = 1800.0  # the same: from one to the next
 
 
@@ -178,11 +178,11 @@ def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def usual_interval(size: int, total: int, few: int = 5) -> int:
-    """Updates between two checkpoints of `size` bytes in a run of `total` updates; at most a quarter of them.
+    """Updates between two checkpoints of `size` bytes in a run of `total` updates; at most a quarter, rounded up.
 
     `few` for each 5 GB: with 5 an update writes 1 GB or so at most.
     """
-    return min(few * max(1, math.ceil(size / 5e9)), max(1, total // FEWEST))
+    return min(few * max(1, math.ceil(size / 5e9)), max(1, math.ceil(total / ABOUT)))
 
 
 def volume(size: int) -> str:

@@ -18,9 +18,9 @@ from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
 EVENTS = "events.out.tfevents.*"  # of TensorBoard
-NO_CHECKPOINTS = " (it has none: `compare` removes those of a finished run, unless the comparison sets checkpoint.keep)"
+NO_CHECKPOINTS = " (it has none: `compare` removes those of a finished run, unless checkpoint.keep is written)"
 LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one that this program made
-SCALED = re.compile(r"scaled-[\d.e+-]+")  # a policy that `rlhf-kl scale --save` wrote
+SCALED = re.compile(r"scaled-\d+(\.\d+)?(e[+-]?\d+)?", re.ASCII)  # a policy that `rlhf-kl scale --save` wrote
 
 
 class RunFolder:
@@ -37,7 +37,7 @@ class RunFolder:
         self.trackers = self.path / "trackers.json"
         self.passes = self.path / "passes.json"  # the size of passes, where memory was full
         self.measured = self.path / "measured.json"  # by `rlhf-kl doctor`
-        self.copies = self.path / ".rlhf-kl.copies"  # the names of copied plugins, with the hashes of their contents
+        self.copies = self.path / ".rlhf-kl.copies"  # the names of copied plugins, with hashes of their contents
         records = (self.config, self.metrics, self.samples, self.summary, self.passes, self.measured)
         self.scale = [self.path / f"scale.{end}" for end in ("json", "html", "png")]  # of `rlhf-kl scale`
         self.files = (*records, self.report, self.picture, self.trackers, *self.scale)
@@ -90,7 +90,7 @@ class RunFolder:
 
     def check_copies(self, copies: Mapping[str, bytes]) -> None:
         """Errors: InputError where the copy of a plugin would replace a file that no run copied here."""
-        own = self._own_copies()
+        own = {*self._own_copies(), *self._unlisted_copies()}
         users = [
             name for name, new in copies.items() if name not in own and _content(self.path / name) not in (None, new)
         ]
@@ -99,25 +99,33 @@ class RunFolder:
             raise InputError(*(f"{self.path / name} {words}" for name in users))
 
     def write_copies(self, copies: Mapping[str, bytes]) -> None:
-        """Keep the plugins' files, by name. One that lies here already stays its owner's."""
+        """Keep the plugins' files, by name. One that lies here already stays its owner's.
+
+        The list of them comes first, with the old contents and the new: a run that dies in between owns either.
+        """
         own = self._own_copies()
-        made = {name: new for name, new in copies.items() if name in own or _content(self.path / name) != new}
+        replaced = {*own, *self._unlisted_copies()}
+        made = {name: new for name, new in copies.items() if name in replaced or _content(self.path / name) != new}
+        listed = {name: [digest] for name, digest in own.items()}
+        for name, content in made.items():
+            listed[name] = [*listed.get(name, []), _digest(content)]
+        if copies or self.copies.is_file():  # also an empty one: without it the copies are an earlier build's
+            write_atomic(self.copies, json.dumps(listed))
         for name, content in made.items():
             write_atomic(self.path / name, content)
-        if made:  # afterwards: a run that dies in between finds its old copies, or its new ones
-            write_atomic(self.copies, json.dumps({name: sha256(new).hexdigest() for name, new in made.items()}))
-        else:
-            self.copies.unlink(missing_ok=True)
 
-    def _own_copies(self) -> list[str]:
-        """The names of the plugins that were copied here and have not been changed since."""
+    def _own_copies(self) -> dict[str, str]:
+        """The plugins that were copied here and have not been changed since: name -> hash of the content."""
         made = json.loads(self.copies.read_text(encoding="utf-8")) if self.copies.is_file() else {}
         contents = {name: _content(self.path / name) for name in made if Path(name).name == name}
-        return [
-            name
-            for name, content in contents.items()
-            if content is not None and sha256(content).hexdigest() == made[name]
-        ]
+        digests = {name: _digest(content) for name, content in contents.items() if content is not None}
+        return {name: digest for name, digest in digests.items() if digest in made[name]}  # a list, or one hash
+
+    def _unlisted_copies(self) -> set[str]:
+        """Names of the copies that an earlier build made, which kept no list: those of the files in its config."""
+        if self.copies.is_file() or not self.config.is_file():
+            return set()
+        return {copy_name(name) for name in re.findall(r"/([^/\n]+\.py):", self.config.read_text(encoding="utf-8"))}
 
     def sweep(self) -> None:
         """Remove what killed processes left under temporary names."""
@@ -283,6 +291,15 @@ def sweep(folder: Path, name: str = "*") -> None:
     """
     for path in [*folder.glob(f".{name}.[0-9]*.tmp"), *folder.glob(f".{name}.removed")]:
         _remove(path)
+
+
+def copy_name(name: str) -> str:
+    """Under which a run keeps a plugin's file of this name."""
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()
 
 
 def _content(path: Path) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 from collections.abc import Mapping
 from importlib import metadata
@@ -16,7 +15,7 @@ from rlhf_kl.config.plugins import controller_class, plugin_files
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import takes
-from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.run.folder import RunFolder, copy_name
 from rlhf_kl.ui import log
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
@@ -86,7 +85,7 @@ def plugin_copies(config: AnyConfig) -> dict[str, bytes]:
     """The plugins' files, by the names under which the run keeps them."""
     copies: dict[str, bytes] = {}
     for source in dict.fromkeys(path.resolve() for path in plugin_files(config).values()):
-        name, count = re.sub(r"[^\w.-]", "_", source.name), 1
+        name, count = copy_name(source.name), 1
         while name in copies:  # a/mine.py beside b/mine.py
             count += 1
             name = f"{Path(name).stem}-{count}.py"

@@ -192,6 +192,7 @@ class Run:
     def _open_files(self) -> None:
         folder, config = self.folder, self.config
         copies = plugin_copies(config)  # before they are removed: one may be a copy itself
+        folder.write_copies(copies)  # while the config of an earlier build still says which are the run's
         if self._overwrites:
             folder.remove_run(copies)
         sent = max((row["step"] for row in read_jsonl(folder.metrics)), default=0) if self.checkpoint else 0
@@ -200,7 +201,6 @@ class Run:
         self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
         if self.kind == "train":
             self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
-        folder.write_copies(copies)
         write_atomic(folder.config, dump_config(config))
         views: dict[str, Callable[[], Any]] = {}
         if config.tracking.tensorboard:

@@ -31,12 +31,15 @@ class StopRequest:
         self.signal: int | None = None
         self._waits = queue.SimpleQueue[float]()  # seconds until the next interrupt; a signal handler may put into it
         self._since = 0.0
+        self._echo_due = UNDER_TORCHRUN in os.environ
+        self._insists = False  # the next signal is the end of the grace period
 
     def receive(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler: a second signal, or the end of the grace period, interrupts the work."""
         now = time.monotonic()
         if self.signal is not None:
-            if number == self.signal and UNDER_TORCHRUN in os.environ and now - self._since < ECHO:
+            if self._echo_due and number == self.signal and now - self._since < ECHO and not self._insists:
+                self._echo_due = False
                 return
             self._waits.put(AGAIN_S)
             raise Interrupted(self.signal)
@@ -52,6 +55,7 @@ class StopRequest:
             try:
                 wait = self._waits.get(timeout=min(wait, threading.TIMEOUT_MAX))
             except queue.Empty:
+                self._insists = True
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
                 wait = AGAIN_S
 
@@ -76,13 +80,14 @@ def stopping_on_signals(grace: float) -> Iterator[StopRequest]:
 
 def grace_note(grace: float) -> str | None:
     """What to change where torchrun, or accelerate through it, would kill this process before its `grace` is over."""
-    given = os.environ.get(TORCHRUN, TORCHRUN_SECONDS)
-    if UNDER_TORCHRUN not in os.environ or grace < (limit := float(given)):
+    given = os.environ.get(TORCHRUN, "").strip()
+    limit = float(given) if given.isdecimal() else TORCHRUN_SECONDS  # torchrun refuses other numbers
+    if UNDER_TORCHRUN not in os.environ or grace < limit:
         return None
     return (
-        f"torchrun kills its processes {limit:g} s after a signal, before checkpoint.grace ({grace:g} s) is over: set "
-        f"{TORCHRUN}={grace + SPARE:.0f} for torchrun (a torch whose torchrun has --shutdown-timeout), or "
-        f"checkpoint.grace={max(0.0, limit - SPARE):g}"
+        f"torchrun kills its processes {limit:g} s after a signal, unless its --shutdown-timeout says otherwise: "
+        f"before checkpoint.grace ({grace:g} s) is over. Set {TORCHRUN}={grace + SPARE:.0f} for torchrun (a torch "
+        f"whose torchrun has --shutdown-timeout), or checkpoint.grace={max(0.0, limit - SPARE):g}"
     )
 
 

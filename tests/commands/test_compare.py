@@ -36,7 +36,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any]
 
     def write(variants: dict[str, Any], seeds: Sequence[int] = (3,)) -> Path:
         folder = tmp_path_factory.mktemp("compare")
-        (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings | {"checkpoint": {"every": 2}}))
         settings = {"base": "tiny.yaml", "seeds": list(seeds), "variants": variants}
         (folder / "plan.yaml").write_text(yaml.safe_dump(settings))
         return folder / "plan.yaml"
@@ -112,6 +112,7 @@ def test_a_finished_run_keeps_no_checkpoint_to_resume_from(
 ) -> None:
     run = Path(shutil.copytree(compared[1] / "runs" / "static-s3", tmp_path / "static-s3"))
     assert not list((run / "checkpoints").iterdir())
+    assert "checkpoints of 2 finished runs removed" in compared[2].err
     assert (run / "final").is_dir()
     for words in (("eval", "--run", run, "--checkpoint", 2), ("generate", "--run", run, "--checkpoint", 2)):
         done = rlhf_kl(*words)
@@ -129,7 +130,7 @@ def test_a_finished_run_keeps_no_checkpoint_to_resume_from(
 
 @pytest.mark.slow
 def test_checkpoints_that_the_comparison_asks_for_stay(plan: Plan, rlhf_kl: Cli, tmp_path: Path) -> None:
-    """`keep` in a variant or by --set, and the best one; `keep` in the base is the number beside a run under way."""
+    """Where `keep` is written; and the best one."""
     best = {"checkpoint": {"best": "eval/perplexity"}}
     file = plan({"kept": {"checkpoint": {"keep": 1}}, "best": best | VARIANTS["static"]})
     assert {run.variant: run.keeps for run in load_compare(str(file)).runs} == {"kept": True, "best": False}
@@ -144,7 +145,7 @@ def test_checkpoints_that_the_comparison_asks_for_stay(plan: Plan, rlhf_kl: Cli,
     # Those of a process that died before it removed them go when the comparison is started again.
     left = steps["best"][0].with_name("step-000001")
     shutil.copytree(steps["best"][0], left)
-    assert rlhf_kl(*words, "--resume").code == 0
+    assert "checkpoints of 1 finished run removed" in rlhf_kl(*words, "--resume").err
     assert not left.exists()
 
 
@@ -193,6 +194,36 @@ def test_each_run_gets_its_share_of_the_cores(
         monkeypatch.setenv("OMP_NUM_THREADS", own)
     assert not train_grid(load_compare(str(plan(VARIANTS)), [], tmp_path, None), jobs=jobs, overwrite=False)
     assert started == [threads, threads]
+
+
+def test_only_planned_runs_have_a_config(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a variant that was removed `compare FOLDER` would say that it has not begun."""
+    configs = tmp_path / "configs"
+    monkeypatch.setattr(
+        "rlhf_kl.commands.grid.subprocess.Popen", lambda *_, **options: SimpleNamespace(poll=lambda: 0, returncode=0)
+    )
+    for names in (["adaptive", "static"], ["adaptive"]):
+        file = plan({name: VARIANTS[name] for name in names})
+        assert not train_grid(load_compare(str(file), [], tmp_path, None), jobs=1, overwrite=False)
+        (configs / "mine.yaml").touch()
+    assert {path.stem for path in configs.glob("*.yaml")} == {"adaptive-s3", "mine"}
+
+
+def test_a_run_has_its_config_though_another_plan_removed_it(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the same comparison with another seed does, which is started beside it in the same folder."""
+    seen: list[bool] = []
+
+    def popen(command: list[str], **options: Any) -> SimpleNamespace:
+        seen.append(Path(command[command.index("--config") + 1]).is_file())
+        for file in (tmp_path / "configs").iterdir():
+            file.unlink()
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr("rlhf_kl.commands.grid.subprocess.Popen", popen)
+    train_grid(load_compare(str(plan(VARIANTS)), [], tmp_path, None), jobs=1, overwrite=False)
+    assert seen == [True, True]
 
 
 @pytest.mark.slow

@@ -72,6 +72,23 @@ def test_problems_of_the_command_line(write: Write) -> None:
         load_compare(write(), [], seed=2**32)
 
 
+def test_checkpoints_stay_where_somebody_has_written_how_many(write: Write, tmp_path: Path) -> None:
+    """In the base, in what it extends, in a variant or by --set; a shipped config writes no number."""
+    (tmp_path / "parent.yaml").write_text("extends: ppo_adaptive.yaml\ncheckpoint: {keep: 2}\n")
+    (tmp_path / "base.yaml").write_text("extends: parent.yaml\ncheckpoint: {every: 5}\n")
+    a = {"kl": {"target": 0.1}}
+    for base, variant, sets, keeps in (
+        ("ppo_adaptive.yaml", a, [], False),
+        ("ppo_adaptive.yaml", a | {"checkpoint": {"every": 5}}, [], False),
+        ("ppo_adaptive.yaml", a | {"checkpoint": {"keep": 2}}, [], True),
+        ("ppo_adaptive.yaml", a, ["checkpoint.keep=2"], True),
+        ("parent.yaml", a, [], True),
+        ("base.yaml", a, [], True),
+    ):
+        plan = load_compare(write(base=base, variants={"a": variant}), sets)
+        assert {run.keeps for run in plan.runs} == {keeps}, (base, variant, sets)
+
+
 def test_runs_with_different_prompts_are_noted(write: Write) -> None:
     [note] = load_compare(write(variants={"a": {}, "b": {"rollout": {"batch_size": 128}}})).notes
     assert note == "a and b do not see the same prompts in the same order (rollout.batch_size: 64 -> 128): unpaired"
@@ -81,6 +98,7 @@ def test_runs_with_different_prompts_are_noted(write: Write) -> None:
 def test_the_shipped_comparisons(name: str, runs: int, write: Write) -> None:
     plan = load_compare(name)
     assert (len(plan.runs), plan.notes) == (runs, [])
+    assert not any(run.keeps for run in plan.runs)
     assert len({run.config.kl.ceiling_value for run in plan.runs}) == 1  # or the KL of one side is kept by it
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -67,12 +70,19 @@ def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
     (folder.tensorboard / "events.out.tfevents.1").write_text("x")
     for place in (run, folder.checkpoints, folder.tensorboard):
         (place / "mine.png").write_text("mine")
+    for name in ("scaled-2024-05-01", "scaled-1.2.3", "scaled-e", "scaled-", "scaled-0.1-mine"):
+        (run / name).mkdir()
+        (run / name / "mine").write_text("mine")
+    for name in ("scaled-0.05", "scaled-2", "scaled-1e-05", "scaled-1e+06", "scaled-1.5e-05"):
+        (run / name).mkdir()
+        (run / name / "model").write_text("x")
     (folder.final / "mine").symlink_to(precious)
     open_folder(run, overwrite=True)
     assert folder.config.exists()  # until the new run is sure to start
     folder.remove_run()
     left = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    assert left == {".rlhf-kl.lock", "mine.png", "checkpoints/mine.png", "tensorboard/mine.png"}
+    users = {f"scaled-{name}/mine" for name in ("2024-05-01", "1.2.3", "e", "", "0.1-mine")}
+    assert left == users | {".rlhf-kl.lock", "mine.png", "checkpoints/mine.png", "tensorboard/mine.png"}
     assert (precious / "file").read_text() == "x"
 
 
@@ -170,6 +180,52 @@ def test_copies_of_plugins_are_the_runs_until_somebody_changes_them(tmp_path: Pa
     assert (tmp_path / "law.py").read_text() == "changed"
     with pytest.raises(InputError, match=r"law\.py is not the copy that a run made"):
         folder.check_copies({"law.py": b"second"})
+
+
+@pytest.mark.parametrize("dies_at", [1, 2, 3], ids=["the list", "the first copy", "the second copy"])
+@pytest.mark.parametrize("before", [False, True], ids=["a new run", "a run again"])
+def test_copies_stay_the_runs_wherever_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int, before: bool
+) -> None:
+    """Between any two of the files that it writes; then the user edits the plugins."""
+    folder, names, written = make_run(tmp_path), ("law.py", "score.py"), list[Path]()
+    if before:
+        folder.write_copies(dict.fromkeys(names, b"first"))
+
+    def write(path: Path, content: str | bytes) -> None:
+        if len(written) == dies_at:
+            raise KeyboardInterrupt
+        written.append(path)
+        write_atomic(path, content)
+
+    monkeypatch.setattr("rlhf_kl.run.folder.write_atomic", write)
+    with contextlib.suppress(KeyboardInterrupt):
+        folder.write_copies(dict.fromkeys(names, b"second"))
+    monkeypatch.undo()
+    edited = dict.fromkeys(names, b"third")
+    folder.check_copies(edited)
+    folder.write_copies(edited)
+    assert [(tmp_path / name).read_bytes() for name in names] == [b"third", b"third"]
+    folder.remove_run()
+    assert not [name for name in names if (tmp_path / name).exists()]
+
+
+def test_the_copies_of_an_earlier_build_are_those_that_its_config_names(tmp_path: Path) -> None:
+    """It made no list, or one of single hashes."""
+    folder = make_run(tmp_path)
+    folder.config.write_text("kl:\n  controller:\n    kind: /home/me/my law.py:Keep\n")
+    for name in ("my_law.py", "notes.py"):
+        (tmp_path / name).write_text("old")
+    folder.check_copies({"my_law.py": b"new"})
+    with pytest.raises(InputError, match=r"notes\.py is not the copy that a run made"):
+        folder.check_copies({"notes.py": b"new"})
+    folder.write_copies({"my_law.py": b"new"})
+    assert (tmp_path / "my_law.py").read_bytes() == b"new"
+    folder.copies.write_text(json.dumps({"notes.py": sha256(b"old").hexdigest()}))
+    folder.check_copies({"notes.py": b"new"})
+    folder.copies.write_text("{}")  # of this build, which copied nothing: the file is the user's
+    with pytest.raises(InputError, match=r"my_law\.py is not the copy that a run made"):
+        folder.check_copies({"my_law.py": b"newer"})
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "config.yaml"])

@@ -170,18 +170,17 @@ def test_auto_goes_by_the_bytes_of_a_checkpoint(work: Work, tmp_path: Path, monk
     assert steps_of(tmp_path / "auto") == [4, 6]  # the last step is always saved
 
 
-def test_a_large_model_has_four_checkpoints_in_a_run(work: Work, tmp_path: Path) -> None:
+def test_a_large_model_has_about_four_checkpoints_in_a_run(work: Work, tmp_path: Path) -> None:
     """7B parameters with Adam's moments are 84 GB, for which 85 updates are usual; none are 60."""
-    for total in (1, 3, 4, 5, 60, 61, 1000):
+    for total in (*range(1, 30), 60, 61, 1000):
         every = usual_interval(84 * 10**9, total)
         written = {*range(every, total + 1, every), total}
-        assert len(written) >= min(4, total), total
-        assert every in (85, max(1, total // 4))
+        assert min(3, total) <= len(written) <= (4 if total < 340 else 13), total
     with pytest.raises(Killed):
         work("run", "checkpoint.every=auto", at=die)
-    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+    assert steps_of(tmp_path / "run") == [2, 4]
     work("run", "checkpoint.every=auto", "ppo.total_episodes=960", resume=True)  # longer: it keeps its interval
-    assert json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())["every"] == 1
+    assert json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())["every"] == 2
 
 
 def test_what_a_run_says_of_its_checkpoints() -> None:
@@ -437,6 +436,26 @@ def test_a_signal_that_torchrun_sends_again_is_one_signal(
     assert steps_of(tmp_path / "run")[-1] == last  # the update is finished, or is not
 
 
+@pytest.mark.parametrize(
+    ("grace", "times"), [(0.0, 1), (0.5, 1), (100.0, 3)], ids=["no grace", "grace ends", "a signal after the echo"]
+)
+def test_under_torchrun_only_one_signal_is_taken_for_its_own(
+    monkeypatch: pytest.MonkeyPatch, grace: float, times: int
+) -> None:
+    """The end of the grace period is no echo, and neither is what the user sends after it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    began = time.monotonic()
+
+    def wait() -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(4)
+
+    with pytest.raises(Interrupted), stopping_on_signals(grace):
+        wait()
+    assert time.monotonic() - began < 3
+
+
 def test_a_first_signal_is_answered_at_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -451,7 +470,7 @@ def test_a_grace_that_a_launcher_does_not_give_is_told(
     work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    words = "torchrun kills its processes 30 s after a signal, before checkpoint.grace (30 s) is over: set "
+    words = "torchrun kills its processes 30 s after a signal, unless its --shutdown-timeout says otherwise: before "
     work("alone", "checkpoint.grace=30")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     work("usual")
@@ -464,6 +483,9 @@ def test_a_grace_that_a_launcher_does_not_give_is_told(
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "40")
     work("longer", "checkpoint.grace=30")
     assert "torchrun" not in capsys.readouterr().err
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5m")  # which a launcher of another kind may leave
+    work("odd", "checkpoint.grace=30")
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_guard_ends_the_run_with_its_reason_and_a_checkpoint(work: Work, tmp_path: Path) -> None:

@@ -149,14 +149,15 @@ class CheckpointSection(Section):
     """Updates, or steps of sft and reward-model, between two checkpoints.
 
     auto = 5 updates or 50 steps for each 5 GB of weights and optimizer state, rounded up, but at most a quarter of the
-    run; and one more wherever half an hour has passed without one. A resumed run keeps it.
+    run, rounded up too; and one more wherever half an hour has passed without one. A resumed run keeps it.
     """
     keep: Count = 2
     """Checkpoints that stay on disk."""
     grace: NonNegative = 20.0
     """Seconds to finish and save the current update after SIGINT or SIGTERM; then it is interrupted.
 
-    torchrun kills its processes 30 seconds after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
+    torchrun kills its processes 30 seconds after a signal, unless its --shutdown-timeout or
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise.
     """
 
 
