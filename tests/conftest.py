@@ -12,6 +12,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import contextlib
 import io
 import logging
+import signal
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ import pytest
 if TYPE_CHECKING:
     from rlhf_kl.build.world import World
     from rlhf_kl.types import Prompts
+
+# A shell starts a job in the background with Ctrl-C ignored, and so would be the tests' own processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As in an activated environment: the program prints its own name, not a path.
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
