@@ -63,8 +63,12 @@ def position_ids(mask: Tensor) -> Tensor:
 
 
 def decode_responses(tokenizer: Any, rows: Sequence[Sequence[int]], eos_ids: Sequence[int]) -> list[str]:
-    """Texts of responses; without eos, pad and bos, but with other special tokens."""
-    apart = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, *eos_ids}
+    """Texts of responses; without eos, pad and bos, but with other special tokens.
+
+    One of the `eos_ids` may be an ordinary token, such as a line break: that is a part of the text.
+    """
+    ends = [token for token in eos_ids if token in tokenizer.added_tokens_decoder]
+    apart = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, *ends}
     return decode_behind(tokenizer, [[token for token in row if token not in apart] for row in rows])
 
 

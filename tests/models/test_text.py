@@ -42,6 +42,11 @@ def test_positions_count_real_tokens_only() -> None:
     assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
 
 
+def test_an_ordinary_token_that_ends_a_response_is_in_its_text(letters: Any) -> None:
+    """As a line break that a model's generation config names; those made for the end are not."""
+    assert decode_responses(letters, [[3, 4, 5], [3, 2], [3, 2, 0]], [2, 5]) == ["abc", "a", "a"]
+
+
 SENTENCES = ["the room was clean", "the food was cold", "the room was cold and the food was clean"] * 5
 
 
