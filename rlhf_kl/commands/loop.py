@@ -46,10 +46,12 @@ from rlhf_kl.run.measured import conditions, measured_before
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept, load_library_state
 from rlhf_kl.sharding import held_share, local, unsharded
+from rlhf_kl.text import duration
 from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import log
 
 ROLLBACK_RAISE = 2.0  # of beta
+LONG_S = 60.0  # between two checkpoints: so much that it is told
 
 
 def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
@@ -135,6 +137,8 @@ class TrainLoop:
             # A policy with a broken number is no checkpoint.
             self.run.log(row, sound=not any(isinstance(event, UpdateSkipped | WeightsLost) for event in found))
             show(row)
+            if step == self.run.next_step and (between := self.run.interval_seconds(row["time/step_s"])) >= LONG_S:
+                log.info(f"a checkpoint about every {duration(between)}")
             for note in worded(found, notes=True):
                 log.info(f"update {step}: {note}")
             for alert in row["alerts"]:

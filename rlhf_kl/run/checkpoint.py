@@ -190,12 +190,16 @@ def volume(size: int) -> str:
     return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{math.ceil(size / 1e6)} MB"
 
 
+def interval_seconds(every: int, seconds: float, *, auto: bool) -> float:
+    """Time between two checkpoints where an update takes so many `seconds`."""
+    return min(every * seconds, max(MOST_SECONDS, seconds)) if auto else every * seconds
+
+
 def interval_words(every: int, size: int, unit: str, *, auto: bool, seconds: float | None = None) -> str:
     """When checkpoints are written, for the start of a run; `seconds`: of an update, where that is known."""
     words = f"a checkpoint every {every} {unit if every > 1 else unit.removesuffix('s')} ({volume(size)}"
     if seconds is not None:
-        between = every * seconds
-        words += f", about every {duration(min(between, max(MOST_SECONDS, seconds)) if auto else between)}"
+        words += f", about every {duration(interval_seconds(every, seconds, auto=auto))}"
     return f"{words}){f', and where {MOST_SECONDS / 60:g} minutes have passed without one' if auto else ''}"
 
 

@@ -25,6 +25,7 @@ from rlhf_kl.run.checkpoint import (
     Checkpoint,
     checkpoint_size,
     checkpoints,
+    interval_seconds,
     interval_words,
     prune,
     save_checkpoint,
@@ -241,6 +242,10 @@ class Run:
     def interval_words(self) -> str:
         """When checkpoints are written, for the start of the run."""
         return interval_words(self.every, self._size, "updates" if self.kind == "train" else "steps", auto=self._auto)
+
+    def interval_seconds(self, seconds: float) -> float:
+        """Time between two checkpoints where a step takes so many `seconds`."""
+        return interval_seconds(self.every, seconds, auto=self._auto)
 
     def is_regular(self, step: int) -> bool:
         """Whether every run with this config has this checkpoint: no signal and no clock made it."""
