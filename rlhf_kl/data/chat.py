@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from rlhf_kl.errors import InputError, nearest
-from rlhf_kl.types import Conversation, Prompt
+
+if TYPE_CHECKING:  # it imports torch
+    from rlhf_kl.types import Conversation, Prompt
 
 OF_SYSTEM = ("system", "developer")  # roles of a message before the turns
 SENTINEL = "a text that no template has"
