@@ -106,7 +106,8 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except (Interrupted, KeyboardInterrupt) as interrupted:
         if not _follows():
-            way = f"; to go on from the last checkpoint: {_going_on(arguments)}" if arguments[0] in RESUMED else ""
+            last = "; to go on from the last checkpoint, if there is one: "
+            way = last + _going_on(arguments) if arguments[0] in RESUMED else ""
             print(f"interrupted{way}", file=sys.stderr)
         return getattr(interrupted, "exit_code", 130)
     except BrokenPipeError:

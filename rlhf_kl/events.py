@@ -57,7 +57,7 @@ class ControllerState(Event, name="controller-state"):
 
 class ScoresClipped(Event, name="scores-clipped"):
     words = ("reward.clip cuts off {share:.0%} of the reference samples' scores, so the policy cannot tell them apart: "
-             "set reward.normalize=true, or a larger reward.clip")  # fmt: skip
+             "set a larger reward.clip, and reward.normalize=true where it is false")  # fmt: skip
     share: float
 
 

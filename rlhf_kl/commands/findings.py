@@ -38,7 +38,7 @@ from rlhf_kl.errors import EngineFailed, GuardStop, InputError, MemoryFull
 from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.kl_controllers.tilt import best_of_n
 from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
-from rlhf_kl.models.load import context_length, parameter_count
+from rlhf_kl.models.load import context_length, parameter_count, size_words
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.text import encode_all
 from rlhf_kl.optim import usual_learning_rate
@@ -143,7 +143,7 @@ def check_rate(config: TrainConfig, policy: Any) -> Finding:
     """Whether the learning rate is near the usual one for a policy of this size."""
     rate, adapter, size = learning_rate(config, policy), has_adapter(policy), parameter_count(policy)
     usual = usual_learning_rate(size, adapter=adapter)
-    message = f"learning rate {rate:.2g} for {'an adapter on ' if adapter else ''}{size:,} parameters"
+    message = f"learning rate {rate:.2g} for {size_words(policy)}"
     if config.ppo.learning_rate == "auto":
         return judged("rate", True, f"{message}, chosen by size (auto)")
     ratio = rate / usual
@@ -228,8 +228,13 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     config = whole.model_copy(update=unsharded)
     training = prepare_training(config, setup)
     start = time.perf_counter() - began
-    message = "policy and reference agree, padding changes nothing, no tensor is shared"
-    yield judged("start", True, message + ("; train takes over what was measured" if keep(training) else ""))
+    same = setup.reference_is_initial_policy
+    message = f"the policy {'begins as' if same else 'has other weights than'} its reference, padding changes nothing, "
+    message += "no tensor is shared" + ("; train takes over what was measured" if keep(training) else "")
+    advice = (
+        "reference.model=null, if the policy shall stay near its start: a policy far away loses what it has learned"
+    )
+    yield judged("start", same, message, advice)
     yield from check_scores(training)
     yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
@@ -249,7 +254,8 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     check_first(row, float32=config.run.dtype == "float32")
     for alert in worded(events):
         yield judged("update", False, alert)
-    yield judged("eval", True, f"held-out perplexity {evaluated['eval/perplexity']:.2f} on {training.plan.texts} texts")
+    perplexity = f"held-out perplexity {evaluated['eval/perplexity']:.2f} after this update"
+    yield judged("eval", True, f"{perplexity}, on {training.plan.texts} texts")
     evaluations = 2 + (config.updates - 1) // training.plan.every
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield judged("time", True, f"{message}: {run_time(config.updates, training.plan.every, start, update, evaluation)}")

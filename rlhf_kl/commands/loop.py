@@ -20,7 +20,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import EngineFailed
 from rlhf_kl.events import Event, GoldFailed, UpdateSkipped, WeightsLost, worded
-from rlhf_kl.models.load import parameter_count
+from rlhf_kl.models.load import size_words
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.monitors import Decision, Monitors
@@ -249,7 +249,7 @@ class TrainLoop:
         batch, kl = config.rollout.batch_size, config.kl
         log.info(
             f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
-            f"{parameter_count(self.setup.policy.module):,} parameters, learning rate {self.trainer.rate.peak:.3g}"
+            f"{size_words(self.setup.policy.module)}, learning rate {self.trainer.rate.peak:.3g}"
         )
         low, high = control.beta_range(config.controlled_updates, batch)
         reported = "" if control.adjusts else " (only reported)"
@@ -350,6 +350,7 @@ def evaluate_policy(
     figures = figures_of(own, other, events)
     names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
     row: dict[str, Any] = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
+    row["eval/documents"] = text.documents
     row |= {f"eval/{name}": figures[name] for name in names}
     errors = errors_of(own) | text_errors(by_model[0])
     row |= {f"eval/{name}_stderr": errors[name] for name in ("perplexity", "scores", "gold", "kl_token")}

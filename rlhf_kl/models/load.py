@@ -225,8 +225,8 @@ def check_label(model: Model, label: str | None) -> None:
     """Errors: InputError if a model has several outputs and `label` names none, or has one output and a label."""
     names = [str(name) for name in model.config.id2label.values()]
     if model.config.num_labels != 1 and label not in names:
-        given = "reward.label names none of them" if label is None else f"none of them is {label!r}"
-        raise InputError(f"has {len(names)} outputs ({', '.join(names[:6])}), and {given}")
+        given = "set reward.label to one of them" if label is None else f"none of them is reward.label, {label!r}"
+        raise InputError(f"has {len(names)} outputs ({', '.join(names[:6])}): {given}")
     if model.config.num_labels == 1 and label is not None:
         raise InputError(f"has only one output, so reward.label must be null: {label!r}")
 
@@ -303,6 +303,16 @@ def compute_dtype(name: str) -> torch.dtype:
 def parameter_count(model: torch.nn.Module) -> int:
     """Number of parameters, a tied one counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def size_words(model: torch.nn.Module) -> str:
+    """The parameters of a model that is trained; of an adapter its own, and those of the model below it."""
+    count = parameter_count(model)
+    if not hasattr(model, "peft_config"):
+        return f"{count:,} parameters"
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    adapters = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)  # the start's too
+    return f"an adapter of {trained:,} parameters on a model of {count - adapters:,}"
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:

@@ -64,7 +64,7 @@ def check_start(
             "the model does not use attention_mask and position_ids correctly"
         )
     return [
-        f"exact KL at the start {largest:.1g}",
+        f"largest KL of a token at the start {largest:.1g} nats",
         f"padded against unpadded log-probs within {gap:.1g} ({'float32' if float32 else 'bfloat16'})",
     ]
 

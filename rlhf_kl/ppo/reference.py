@@ -63,7 +63,7 @@ class ReferenceScores:
     groups: list[int]
     length: float  # mean tokens of a response
     gold: list[float] | None = None
-    clipped: float = 0.0  # share that reward.clip cuts off
+    clipped: float = 0.0  # share that reward.clip makes equal to other scores
 
     def start_events(self) -> list[Event]:
         """About the scores, before the run starts."""

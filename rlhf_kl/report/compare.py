@@ -232,6 +232,10 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
             f"the runs have between {lengths[0]} and {lengths[-1]} updates: a variant's curve ends with its shortest "
             "seed, and each run is judged by its own second half"
         )
+    read = {run.path.name: run.evaluations[-1].get("eval/documents") for run in runs if run.evaluations}
+    if len(set(read.values())) > 1:
+        counts = ", ".join(f"{name} {'?' if count is None else count}" for name, count in read.items())
+        notes.append(f"perplexities are of different texts, so they cannot be compared; texts of each run: {counts}")
     seeds = {run.seed for run in runs}
     for variant in variants:
         if missing := sorted(seeds - set(variant.runs)):

@@ -73,8 +73,12 @@ class ScoreShaping:
         return shaped
 
     def clipped(self, scores: Tensor) -> float:
-        """Share of raw scores (B,) that are clipped."""
-        return 0.0 if self.clip is None else float((self._scaled(scores).abs() > self.clip).float().mean())
+        """Share of raw scores (B,) that the clip makes equal to another one; of the best of a few values it is none."""
+        if self.clip is None or not len(scores):
+            return 0.0
+        scaled = self._scaled(scores)
+        sides = [scores[scaled > self.clip], scores[scaled < -self.clip]]
+        return sum(len(side) for side in sides if len(side.unique()) > 1) / len(scores)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std

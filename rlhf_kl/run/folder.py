@@ -23,6 +23,10 @@ LOCK = ".rlhf-kl.lock"  # stays after the run: it also marks the folder as one t
 SCALED = re.compile(r"scaled-\d+(\.\d+)?(e[+-]?\d+)?", re.ASCII)  # a policy that `rlhf-kl scale --save` wrote
 
 
+# What a saved model has; a run writes `final/` and `merged/` as a whole.
+OF_A_MODEL = re.compile(r".*\.(safetensors|json|jinja|model|txt|py)|README\.md|additional_chat_templates|__pycache__")
+
+
 class RunFolder:
     """The paths of a run's files. `lock_run_folder` allows to write them."""
 
@@ -87,6 +91,14 @@ class RunFolder:
         own = [self.path / name for name in self._own_copies() if name not in copies]
         for file in (*self.tensorboard.glob(EVENTS), *own, *reversed(self.files)):
             file.unlink(missing_ok=True)
+
+    def check_models(self) -> None:
+        """Errors: InputError where `final/` or `merged/`, which a run replaces, holds what no run wrote."""
+        folders = [folder for folder in (self.final, self.merged) if folder.is_dir() and not folder.is_symlink()]
+        if users := [p for folder in folders for p in sorted(folder.iterdir()) if not OF_A_MODEL.fullmatch(p.name)]:
+            raise InputError(
+                *(f"{path}: no run wrote it, and the run replaces its folder: move it away" for path in users)
+            )
 
     def check_copies(self, copies: Mapping[str, bytes]) -> None:
         """Errors: InputError where the copy of a plugin would replace a file that no run copied here."""

@@ -96,6 +96,7 @@ class Run:
             else:  # a start that did not fit left it; this one's passes have their usual size
                 self.folder.passes.unlink(missing_ok=True)
             if self.finished is None:
+                self.folder.check_models()
                 self.folder.check_copies(plugin_copies(self.config))
 
         self._overwrites = overwrite

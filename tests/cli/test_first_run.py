@@ -258,7 +258,7 @@ def test_data_are_checked_before_a_world_is_built(
 
 
 FULL = "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"
-GO_ON = "interrupted; to go on from the last checkpoint: rlhf-kl train --config a.yaml --resume\n"
+GO_ON = "interrupted; to go on from the last checkpoint, if there is one: rlhf-kl train --config a.yaml --resume\n"
 
 
 @pytest.mark.parametrize(

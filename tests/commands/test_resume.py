@@ -141,7 +141,7 @@ def test_ctrl_c_twice_ends_each_phase_with_one_line_and_the_run_goes_on(
         patch.setattr(place, name, pressed)
         code, out, err = rlhf_kl(*words)
     assert (code, out, err.count("\n")) == (130, "", 1)
-    assert err.startswith("interrupted; to go on from the last checkpoint: rlhf-kl train ")
+    assert err.startswith("interrupted; to go on from the last checkpoint, if there is one: rlhf-kl train ")
     assert rlhf_kl(*words, "--resume").code == 0
     assert_same_run(tiny_run, tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").rglob(".*")} == {".rlhf-kl.lock", ".rlhf-kl.copies"}

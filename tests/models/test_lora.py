@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf_kl.models.lm import LM
+from rlhf_kl.models.load import size_words
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
@@ -71,3 +72,14 @@ def test_it_names_no_tensor_that_is_trained_and_its_state_stays_that_of_the_star
     assert not trained & {p.data_ptr() for _, p in reference.named_parameters()}
     state, was = reference.state_dict(), start.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in was.items())
+
+
+def test_an_adapters_size_is_its_own(new_model: Make) -> None:
+    """Not that of the model below it, nor with the copy of its start."""
+    whole = new_model()
+    count = sum(parameter.numel() for parameter in whole.parameters())
+    assert size_words(whole) == f"{count:,} parameters"
+    policy = add_adapter(whole, r=2, alpha=8.0, target_modules=None, ref="base", seed=1)
+    own = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    AdapterReference(policy, keep_start=True)
+    assert size_words(policy) == f"an adapter of {own:,} parameters on a model of {count:,}"

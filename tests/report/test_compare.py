@@ -65,6 +65,18 @@ def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> 
     assert high[-1] - low[-1] == pytest.approx(2 * 0.001 / math.sqrt(2))
 
 
+def test_perplexities_of_different_texts_have_a_note(write_run: Write, metrics_rows: Rows) -> None:
+    """With `eval.max_documents: auto` two runs may read other numbers of texts."""
+    paths = []
+    for name, documents in (("a", 8), ("b", 20)):
+        rows = metrics_rows([0.1] * 4)
+        rows[-1] |= {"eval/perplexity": 9.0, "eval/documents": documents}
+        paths.append(write_run(name, rows, config={"kl": {"target": 0.1 if name == "a" else 0.2}}))
+    (note,) = (note for note in read_comparison(paths).notes if "perplexities" in note)
+    assert note.endswith("texts of each run: a 8, b 20")
+    assert not [note for note in read_comparison(paths[:1]).notes if "perplexities" in note]
+
+
 def test_what_cannot_be_compared(write_run: Write, metrics_rows: Rows, tmp_path: Path) -> None:
     rows = metrics_rows([0.1] * 4)
     one, again = write_run("a", rows), write_run("b", rows)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from hashlib import sha256
@@ -325,3 +326,17 @@ def test_sweeping_one_name_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / ".policy-a.2.tmp").write_text("")
     sweep(tmp_path, "policy-a")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".policy-ab.1.tmp", "policy-a"]
+
+
+@pytest.mark.parametrize("name", ["notes.md", "onnx", "plot.png"])
+@pytest.mark.parametrize("place", ["final", "merged"])
+def test_files_of_a_users_in_a_folder_that_is_replaced_are_told(tmp_path: Path, place: str, name: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.check_models()
+    for file in ("model-00001-of-00002.safetensors", "config.json", "README.md", "tokenizer.model", "vocab.txt"):
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / place / file).touch()
+    folder.check_models()
+    (tmp_path / place / name).touch()
+    with pytest.raises(InputError, match=rf"{place}/{re.escape(name)}: no run wrote it"):
+        folder.check_models()
