@@ -82,15 +82,15 @@ def render_chart(chart: Chart) -> dict[str, Any]:
 def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
     """Colour, name, value and note of each figure that was measured; those that are asked first have a colour."""
     figures, closing = run.figures, {name: control.start_to_end(pair) for name, pair in run.closing.items()}
-    if "scores" in closing:
-        closing["scores"] = control.score_text(run.closing["scores"], control.score_error(run.updates))
     kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
-    gold = f"true score {closing['gold']}" if "gold" in closing else ""
+    error = control.score_error(run.updates)
+    beside = [] if error is None else [f"±{format_number(error)} at the end"]
+    beside += [f"true score {closing['gold']}"] if "gold" in closing else []
     share = format_percent(read_number(run.summary, "tilt_share"))
     cards = [
         ("kl", "KL over target", format_number(None if kl is None else kl / target),
          f"{format_number(kl)} of {target:g} nats per {run.unit}"),
-        ("score", "Score", closing.get("scores", "-"), gold),
+        ("score", "Score", closing.get("scores", "-"), ", ".join(beside)),
         ("perplexity", "Held-out perplexity", closing.get("perplexity", "-"),
          f"{format_percent(cost, signed=True)} on the reference" if cost is not None else ""),
         ("", "Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
