@@ -23,6 +23,7 @@ NEAR = (-0.04, 0.03)  # a KL so near to where it shall end stays there
 SQUARE = 2.0  # power of the share with which a KL falls near the reference,
 POWERS = (0.5, 6.0)  # and farther away: of an adapter whose factors are both scaled 2.7 to 3.6 were measured
 HALF, MOST_PART = 0.5, 0.9  # steps between two points of a search
+LEAST_STEP = 0.1  # of the share in one try: to go back up enlarges the rounding of the weights by as much
 NEARLY = 0.968  # a share that tells the KL to 5 %, whatever the power from 0.5 to 3.5
 FORGETTING = 0.9  # weight of past updates in the forecast, per update
 PRIOR_CHANGE = 0.15  # of the target: the prior of the forecast weighs as much as one change of the KL of this size
@@ -223,7 +224,7 @@ def _next_share(above: Point, below: Point | None, aim: float, power: float) -> 
     """Where the KL may be `aim`: by the power law from the point above, or through both."""
     share, over = above
     if below is None:
-        return share * ((aim / over) ** (1.0 / power) if math.isfinite(over) else HALF)
+        return share * (max((aim / over) ** (1.0 / power), LEAST_STEP) if math.isfinite(over) else HALF)
     part = HALF  # of the way from below, in logarithms
     if math.isfinite(over) and below[1] > 0.0:
         part = min(max(math.log(aim / below[1]) / math.log(over / below[1]), 1.0 - MOST_PART), MOST_PART)
