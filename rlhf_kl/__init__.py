@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_kl.kl_controllers import (
+    from rlhf_kl.control import (
         PIDKL,
         AdaptiveKL,
         DualKL,
@@ -51,7 +51,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_OPS.get(name, "rlhf_kl.kl_controllers")), name)
+    return getattr(import_module(_OPS.get(name, "rlhf_kl.control")), name)
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from rlhf_kl.commands import compare, config, doctor, evaluate, generate, guide,
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, InputError, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.program import end_soon, hide_library_warnings, shell_command, wait_without_spinning
+from rlhf_kl.shell import end_soon, hide_library_warnings, shell_command, wait_without_spinning
 from rlhf_kl.text import safe_text, whole
 
 TRAINING = {  # commands that take a config, and one that comes along
@@ -178,7 +178,7 @@ def _usage_error(error: Any, arguments: Sequence[str]) -> str:
 
 def _key_option(option: str, command: str, near: str) -> str:
     """What to write in place of an option that a training command does not have: another one, or a config key."""
-    from rlhf_kl.config.errors import all_keys, nearest_keys
+    from rlhf_kl.config.problems import all_keys, nearest_keys
     from rlhf_kl.config.schema import MODELS
 
     key, models = option.lstrip("-").replace("-", "_"), dict[str, Any](MODELS.items())

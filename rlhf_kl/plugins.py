@@ -30,7 +30,7 @@ from typing_extensions import TypedDict
 from rlhf_kl.apart import Home
 from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.program import LIBRARIES
+from rlhf_kl.shell import LIBRARIES
 
 
 def is_reference(text: str) -> bool:

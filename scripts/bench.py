@@ -38,9 +38,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_kl.build.world import World as BuiltIn
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
+from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2
+from rlhf_kl.train.world_files import World as BuiltIn
 
 SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights, beside what both have
     "gpt2": {"hidden_size": 768, "layers": 12, "heads": 12, "vocab_size": 50257},

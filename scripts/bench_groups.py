@@ -39,10 +39,10 @@ from typing import Any, NamedTuple
 import torch
 from bench import SHAPES, World, floors, random_world, run_alone
 
-from rlhf_kl.build.world import World as BuiltIn
-from rlhf_kl.models.load import load_tokenizer
+from rlhf_kl.models.pretrained import load_tokenizer
 from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import read_jsonl, write_json
+from rlhf_kl.train.world_files import World as BuiltIn
 
 PEERS = ("rloo", "grpo", "ppo")
 SIDES = ("gae", "rloo", "grpo", "TRL rloo", "TRL grpo")

@@ -13,9 +13,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 import rlhf_kl
-from rlhf_kl.config.compare import compare_schema
-from rlhf_kl.config.load import json_schema
+from rlhf_kl.config.resolve import json_schema
 from rlhf_kl.config.schema import MODELS, Section, section_of
+from rlhf_kl.config.variants import compare_schema
 
 PACKAGE = Path(rlhf_kl.__file__).parent
 WORDS = {int: "whole number", float: "number", str: "text", bool: "true, false", type(None): "null"}

@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from rlhf_kl.kl_controllers.adaptive import AdaptiveKL, StepModel
-from rlhf_kl.kl_controllers.base import COEF_SPAN
+from rlhf_kl.control.adaptive import AdaptiveKL, StepModel
+from rlhf_kl.control.base import COEF_SPAN
 from rlhf_kl.ppo.ceiling import KLForecast
-from rlhf_kl.report.control import is_update
+from rlhf_kl.report.outcome import is_update
 from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import read_jsonl
 

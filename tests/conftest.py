@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from rlhf_kl.build.world import World
+    from rlhf_kl.train.world_files import World
     from rlhf_kl.types import Prompts
 
 # A shell starts a job in the background with Ctrl-C ignored, and so would be the tests' own processes.
@@ -123,7 +123,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def small_world(cache: Path) -> World:
     """`builtin:reviews-small`, all parts built."""
-    from rlhf_kl.build.world import World
+    from rlhf_kl.train.world_files import World
 
     world = World("builtin:reviews-small")
     assert world.folder.is_relative_to(cache)
@@ -207,7 +207,7 @@ def reads_of() -> Callable[..., list[str]]:
 @pytest.fixture(scope="session")
 def prompts_of(letters: Any) -> Callable[..., Prompts]:
     """`prompts_of("ab", "a")`: a table of these prompts, with empty rows."""
-    from rlhf_kl.models.text import encode_all
+    from rlhf_kl.models.tokens import encode_all
     from rlhf_kl.types import Prompts
 
     def make(*texts: str) -> Prompts:
@@ -257,7 +257,7 @@ def smaller_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any, new_model: Callable[..., Any]) -> Path:
     """The seven-letter GPT-2 as a folder that transformers loads; a context of 32."""
-    from rlhf_kl.models.load import save_model
+    from rlhf_kl.models.pretrained import save_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_model(new_model(spread=0.1), letters, folder)
@@ -267,7 +267,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, letters: Any, new_mode
 @pytest.fixture(scope="session")
 def tiny_reward_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, letters: Any) -> Path:
     """A reward model of the same letters, its head initialised but not trained."""
-    from rlhf_kl.models.load import load_causal_lm, save_model
+    from rlhf_kl.models.pretrained import load_causal_lm, save_model
     from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 
     model = classifier_from_lm(load_causal_lm(str(tiny_folder)), letters)
@@ -337,7 +337,7 @@ def write_run(tmp_path: Path) -> Callable[..., Path]:
     """`write_run("name", rows, samples, config, summary)`: a run folder with these records, no models."""
     import json
 
-    from rlhf_kl.config.load import dump_config
+    from rlhf_kl.config.resolve import dump_config
     from rlhf_kl.config.schema import TrainConfig
 
     def write(

@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_kl.commands.evaluate import LABELS
 from rlhf_kl.commands.guide import FOLDER, PAGES
-from rlhf_kl.kl_controllers import CONTROLLER_PROVIDED, CONTROLLERS
+from rlhf_kl.control import CONTROLLER_PROVIDED, CONTROLLERS
 from rlhf_kl.monitors.alarms import ALARMS
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.log import read_jsonl
 
 if TYPE_CHECKING:
-    from rlhf_kl.build.world import World
+    from rlhf_kl.train.world_files import World
 
 REPOSITORY = Path(__file__).parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", *(FOLDER / f"{name}.md" for name in PAGES)]

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.config.compare import load_compare
-from rlhf_kl.config.load import load_config
 from rlhf_kl.config.paths import shipped_configs
-from rlhf_kl.models.load import save_model
+from rlhf_kl.config.resolve import load_config
+from rlhf_kl.config.variants import load_compare
+from rlhf_kl.models.pretrained import save_model
 from rlhf_kl.models.scratch import train_tokenizer
 from rlhf_kl.plugins import load_attribute
 

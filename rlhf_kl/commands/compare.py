@@ -16,7 +16,7 @@ from rlhf_kl.text import stdout_width
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
-    from rlhf_kl.config.compare import ComparePlan
+    from rlhf_kl.config.variants import ComparePlan
 
 
 def compare(
@@ -58,13 +58,13 @@ def compare(
     ui.start(quiet)
     plan: ComparePlan | None = None
     if config is not None:
-        from rlhf_kl.config.compare import check_variants, load_compare
+        from rlhf_kl.config.variants import check_variants, load_compare
 
         # Errors of the config come before torch is imported.
         plan = load_compare(config, set_ or [], output_dir, seed, updates=updates)
         check_variants(plan)
     from rlhf_kl.commands.grid import planned_comparison, train_grid
-    from rlhf_kl.report.compare import read_comparison
+    from rlhf_kl.report.comparison import read_comparison
     from rlhf_kl.report.side_by_side import write_comparison
 
     failures = train_grid(plan, jobs=jobs, overwrite=overwrite) if plan else []

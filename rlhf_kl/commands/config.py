@@ -20,7 +20,7 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file, or the nam
 @app.command(cls=Command)
 def show(file: File, sets: Set = None) -> None:
     """Print the resolved config: every key, after `extends` and `--set`."""
-    from rlhf_kl.config.load import dump_config, load_config
+    from rlhf_kl.config.resolve import dump_config, load_config
 
     print(dump_config(load_config(None, file, sets or [])), end="")
 
@@ -28,11 +28,11 @@ def show(file: File, sets: Set = None) -> None:
 @app.command(cls=Command)
 def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
     """Check a config and list all of its problems. It runs none of the code that the config names."""
-    from rlhf_kl.config.compare import load_compare
-    from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.named import plugin_notes, plugins_of
     from rlhf_kl.config.paths import find_config
-    from rlhf_kl.config.plugins import plugin_notes, plugins_of
+    from rlhf_kl.config.resolve import load_config
     from rlhf_kl.config.schema import AnyConfig
+    from rlhf_kl.config.variants import load_compare
     from rlhf_kl.config.yaml import read_yaml
 
     configs, problems = list[AnyConfig](), list[str]()
@@ -62,7 +62,7 @@ def schema(
     ] = "train",
 ) -> None:
     """Print the JSON Schema, for completion and checks in an editor."""
-    from rlhf_kl.config.compare import compare_schema
-    from rlhf_kl.config.load import json_schema
+    from rlhf_kl.config.resolve import json_schema
+    from rlhf_kl.config.variants import compare_schema
 
     print(json.dumps(compare_schema() if kind == "compare" else json_schema(kind), indent=2))

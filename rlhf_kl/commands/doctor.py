@@ -11,7 +11,7 @@ import typer
 
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Config, Json, Quiet, Seed, Set, Updates, read_config
-from rlhf_kl.program import shell_command
+from rlhf_kl.shell import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
 STYLES = {"fine": "green", "doubtful": "yellow", "fatal": "bold red"}

@@ -51,7 +51,7 @@ def evaluate(
     """Held-out perplexity; of a run also exact KL, scores, length and more, beside its reference."""
     from rlhf_kl.builtin.world import is_builtin
     from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
-    from rlhf_kl.config.schema.base import refuse
+    from rlhf_kl.config.schema.sections import refuse
     from rlhf_kl.report.texts import TITLE, answers, grouped
 
     # Errors of the options come before torch is imported.
@@ -69,9 +69,9 @@ def evaluate(
     ui.start(quiet)
     with ui.progress("loading torch"):
         from rlhf_kl.commands.heldout import HeldOut, joined, of_reference
-        from rlhf_kl.commands.samples import heldout_rows
-        from rlhf_kl.ppo.evaluate import asked
+        from rlhf_kl.ppo.heldout_samples import asked
         from rlhf_kl.run.log import encode_json
+        from rlhf_kl.train.samples import heldout_rows
 
     options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
     held = HeldOut(settings, folder, permissions, **options, reference=reference, stored=config is None)

@@ -22,25 +22,19 @@ import psutil
 import torch
 
 from rlhf_kl import ui
-from rlhf_kl.build.load import Loader
-from rlhf_kl.build.machine import SLOWER, bfloat16_slowdown, on_this_machine, run_device
-from rlhf_kl.build.parts import Setup, build_setup, learning_rate
-from rlhf_kl.build.start import Training, check_sizes, prepare_training
-from rlhf_kl.build.world import with_files
-from rlhf_kl.commands.loop import evaluate_policy
-from rlhf_kl.config.load import gradient_notes, unused_notes
+from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.supervised import PairsSection
+from rlhf_kl.control.tilt import best_of_n
 from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.data.texts import read_pairs
+from rlhf_kl.data.rows import read_pairs
 from rlhf_kl.errors import EngineFailed, GuardStop, InputError, MemoryFull
 from rlhf_kl.events import UpdateSkipped, worded
-from rlhf_kl.kl_controllers.tilt import best_of_n
 from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
-from rlhf_kl.models.load import context_length, parameter_count, size_words
 from rlhf_kl.models.lora import checkpointed, has_adapter
-from rlhf_kl.models.text import encode_all
+from rlhf_kl.models.pretrained import context_length, parameter_count, size_words
+from rlhf_kl.models.tokens import encode_all
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
@@ -54,6 +48,12 @@ from rlhf_kl.run.measured import conditions, keep_measured
 from rlhf_kl.seeding import library_state, seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
+from rlhf_kl.train.device import SLOWER, bfloat16_slowdown, on_this_machine, run_device
+from rlhf_kl.train.load import Loader
+from rlhf_kl.train.loop import evaluate_policy
+from rlhf_kl.train.setup import Setup, build_setup, learning_rate
+from rlhf_kl.train.start import Training, check_sizes, prepare_training
+from rlhf_kl.train.world_files import with_files
 from rlhf_kl.types import RolloutBatch
 
 SHARE = 0.85  # usable share of the free memory

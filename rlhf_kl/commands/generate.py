@@ -44,7 +44,7 @@ def generate(
 ) -> None:
     """Sample responses from a run's policy, or from any model."""
     from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
-    from rlhf_kl.config.schema.base import refuse
+    from rlhf_kl.config.schema.sections import refuse
 
     # Errors of the options come before torch is imported.
     problems = []
@@ -64,13 +64,13 @@ def generate(
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
     ui.start(quiet)
     with ui.progress("loading torch"):
-        from rlhf_kl.build.load import Loader
-        from rlhf_kl.build.machine import on_this_machine, run_device
-        from rlhf_kl.build.parts import sampling_of
-        from rlhf_kl.build.world import with_files
-        from rlhf_kl.commands.samples import score_at
         from rlhf_kl.commands.stored import load_policy, load_reference
-        from rlhf_kl.ppo.evaluate import NO_SCORERS, policy_samples, token_rows
+        from rlhf_kl.ppo.heldout_samples import NO_SCORERS, policy_samples, token_rows
+        from rlhf_kl.train.device import on_this_machine, run_device
+        from rlhf_kl.train.load import Loader
+        from rlhf_kl.train.samples import score_at
+        from rlhf_kl.train.setup import sampling_of
+        from rlhf_kl.train.world_files import with_files
 
     if folder is not None:
         config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * scores))
@@ -135,15 +135,15 @@ def _prompts(
     tokenizer: Any,
 ) -> Prompts:
     """Those of the command line or of its file, else those that `train` shows."""
-    from rlhf_kl.build.parts import build_prompts, usable_prompts
     from rlhf_kl.commands.stored import located
-    from rlhf_kl.config.schema.train import PromptsSection
+    from rlhf_kl.config.schema.training import PromptsSection
     from rlhf_kl.data import sets
     from rlhf_kl.data.files import read_lines
     from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.data.texts import PromptRow, read_prompts
-    from rlhf_kl.models.load import context_length
-    from rlhf_kl.ppo.evaluate import SHOWN
+    from rlhf_kl.data.rows import PromptRow, read_prompts
+    from rlhf_kl.models.pretrained import context_length
+    from rlhf_kl.ppo.heldout_samples import SHOWN
+    from rlhf_kl.train.setup import build_prompts, usable_prompts
 
     form = config.data.model_copy(update={"first_tokens": None})  # a prompt that was typed is not cut
     key, rows = "--prompt", [PromptRow(text, {}) for text in texts]

@@ -13,13 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 from rlhf_kl import ui
-from rlhf_kl.build.machine import on_this_machine
-from rlhf_kl.config.compare import ComparePlan, PlannedRun, differences
-from rlhf_kl.config.load import dump_config
+from rlhf_kl.config.resolve import dump_config
+from rlhf_kl.config.variants import ComparePlan, PlannedRun, differences
 from rlhf_kl.errors import InputError, Interrupted
-from rlhf_kl.program import NUMBER, cores
-from rlhf_kl.report.compare import CONFIGS, Comparison, not_begun, read_comparison
-from rlhf_kl.report.run import stored_config
+from rlhf_kl.report.comparison import CONFIGS, Comparison, not_begun, read_comparison
+from rlhf_kl.report.one_run import stored_config
 from rlhf_kl.run.folder import (
     RunFolder,
     checkpoint_folders,
@@ -29,6 +27,8 @@ from rlhf_kl.run.folder import (
     write_atomic,
 )
 from rlhf_kl.run.signals import ending_on_sigterm
+from rlhf_kl.shell import NUMBER, cores
+from rlhf_kl.train.device import on_this_machine
 from rlhf_kl.ui import log
 
 POLL_S = 0.3

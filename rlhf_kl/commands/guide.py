@@ -11,7 +11,7 @@ import typer
 
 import rlhf_kl
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.program import shell_command
+from rlhf_kl.shell import shell_command
 
 PAGES = {
     "tutorial": "KL control step by step, each with a command",

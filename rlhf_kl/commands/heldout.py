@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl import ui
-from rlhf_kl.build.load import Loader
-from rlhf_kl.build.machine import on_this_machine, run_device
-from rlhf_kl.build.parts import build_prompts, sampling_of
-from rlhf_kl.build.world import with_files, world_file
 from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.data.texts import PromptRow, read_texts
+from rlhf_kl.data.rows import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
 from rlhf_kl.models.lora import adapter_base, blame_base, is_adapter
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
-from rlhf_kl.ppo.evaluate import (
+from rlhf_kl.ppo.heldout_samples import (
     NO_SCORERS,
     CachedSamples,
     Samples,
@@ -33,6 +29,10 @@ from rlhf_kl.ppo.evaluate import (
 from rlhf_kl.ppo.rollout import rows_at_once
 from rlhf_kl.ppo.way import same_weights
 from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.train.device import on_this_machine, run_device
+from rlhf_kl.train.load import Loader
+from rlhf_kl.train.setup import build_prompts, sampling_of
+from rlhf_kl.train.world_files import with_files, world_file
 from rlhf_kl.types import Prompts
 from rlhf_kl.ui import log
 

@@ -11,7 +11,7 @@ import typer
 
 from rlhf_kl.commands.options import local
 from rlhf_kl.errors import InputError
-from rlhf_kl.program import shell_command, short_path
+from rlhf_kl.shell import shell_command, short_path
 
 
 def init(

@@ -82,8 +82,8 @@ def read_config(
 
     Its models and plugins are checked: errors come before torch is imported.
     """
-    from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.plugins import check_named
+    from rlhf_kl.config.named import check_named
+    from rlhf_kl.config.resolve import load_config
 
     check_updates(updates, sets)
     changes = list(sets or [])

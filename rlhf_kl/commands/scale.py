@@ -18,7 +18,7 @@ from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.heldout import HeldOut
-    from rlhf_kl.ppo.evaluate import Samples
+    from rlhf_kl.ppo.heldout_samples import Samples
 
 STEPS = (0.25, 0.5, 1.0, 1.5, 2.0)  # default targets, over the run's
 FARTHEST = 1.5  # times what training has added: beyond it nothing was measured
@@ -65,7 +65,7 @@ def scale(
     ui.start(quiet)
     with ui.progress("loading torch"):
         from rlhf_kl.commands.heldout import HeldOut
-        from rlhf_kl.kl_controllers import adjusts
+        from rlhf_kl.control import adjusts
         from rlhf_kl.report.side_by_side import write_scaled
         from rlhf_kl.run.log import encode_json, read_jsonl
 
@@ -205,7 +205,7 @@ class Scaled:
 
     def save(self, target: float, place: Path) -> tuple[Path, float]:
         """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
-        from rlhf_kl.models.load import save_generation, save_model
+        from rlhf_kl.models.pretrained import save_generation, save_model
         from rlhf_kl.report.card import scaled_card
         from rlhf_kl.run.folder import write_folder
 
@@ -227,7 +227,7 @@ class Scaled:
 
 def rise_error(before: Samples, after: Samples) -> float | None:
     """Standard error of the mean score after less that before: the prompts and the noise are the same."""
-    from rlhf_kl.ppo.evaluate import Samples, errors_of
+    from rlhf_kl.ppo.heldout_samples import Samples, errors_of
 
     rises = [b - a for a, b in zip(before.scores, after.scores, strict=False)]
     return errors_of(Samples(texts=after.texts, scores=rises, prompts=after.prompts))["scores"]
@@ -235,7 +235,7 @@ def rise_error(before: Samples, after: Samples) -> float | None:
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
     """Two responses whose scores are next to the median, to two prompts if there are; without scores the first two."""
-    from rlhf_kl.ppo.evaluate import from_median
+    from rlhf_kl.ppo.heldout_samples import from_median
 
     order = from_median(own.scores)
     first, *others = order or range(len(own.texts))

@@ -15,7 +15,7 @@ from rlhf_kl.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import TrainConfig
-    from rlhf_kl.simulate import SimulatedUpdate
+    from rlhf_kl.control.plant import SimulatedUpdate
 
 MOST_ROWS = 20  # of the table
 PLANT_NATS = 2.0  # per sequence: the target of a plant whose unit is the token
@@ -43,13 +43,12 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=local, help="Draw KL and beta.")] = None,
 ) -> None:
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
-    from rlhf_kl.config.load import load_config
-    from rlhf_kl.config.plugins import controller_class, make_controller
+    from rlhf_kl.config.named import controller_class, make_controller
+    from rlhf_kl.config.resolve import load_config
+    from rlhf_kl.control import stored_name
+    from rlhf_kl.control.plant import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
     from rlhf_kl.events import worded
-    from rlhf_kl.kl_controllers import stored_name
     from rlhf_kl.plugins import takes
-    from rlhf_kl.simulate import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
-    from rlhf_kl.simulate import plot as draw
 
     if sets and config is None:
         raise InputError("--set changes a config: it needs --config")
@@ -88,7 +87,7 @@ def simulate(
         print(note, file=sys.stderr)
     if plot is not None:
         try:
-            draw(rows, target, plot)
+            _draw(rows, target, plot)
         except ValueError as error:
             raise InputError(f"--plot {plot}: {error}") from None
     if as_json:
@@ -100,8 +99,8 @@ def simulate(
 
 
 def _show(rows: list[SimulatedUpdate], target: float) -> None:
+    from rlhf_kl.control.plant import conclusion, in_range
     from rlhf_kl.report.verdict import text_table
-    from rlhf_kl.simulate import conclusion, in_range
 
     every = -(-len(rows) // MOST_ROWS)
     body = []
@@ -114,3 +113,13 @@ def _show(rows: list[SimulatedUpdate], target: float) -> None:
     if every > 1:
         print(f"(1 update in {every}; --json has all)")
     print("", *conclusion(rows, target), sep="\n")
+
+
+def _draw(rows: list[SimulatedUpdate], target: float | None, file: Path) -> None:
+    """KL with its target above, beta below. The format is that of the file's suffix."""
+    from rlhf_kl.report.drawing import Chart, Line, log_if_wide, save_sheet
+
+    steps, coefs = [row.step for row in rows], [row.coef for row in rows]
+    kl = Chart("kl", "KL", "nats", [Line("KL", "kl", steps, [row.kl for row in rows])], target=target)
+    log = log_if_wide(min(coefs), max(coefs))
+    save_sheet([kl, Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)], file)

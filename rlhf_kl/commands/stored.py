@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
-from rlhf_kl.config.load import load_config
-from rlhf_kl.config.plugins import plugins_of
+from rlhf_kl.config.named import plugins_of
+from rlhf_kl.config.resolve import load_config
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.config.schema.base import refuse
+from rlhf_kl.config.schema.sections import refuse
 from rlhf_kl.data.files import is_file_name, read_rows, text_column
 from rlhf_kl.errors import InputError, blame, collected, suggestion
 from rlhf_kl.hub import model_on_hub
-from rlhf_kl.report.run import stored_config
+from rlhf_kl.report.one_run import stored_config
 from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, checkpoint_folders, checkpoint_step, newest_run
 from rlhf_kl.templates import column
 
 if TYPE_CHECKING:
-    from rlhf_kl.build.load import Loader
     from rlhf_kl.models.lm import LM
+    from rlhf_kl.train.load import Loader
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def load_policy(
     """`model` and its tokenizer; else a run's final model, a checkpoint, or (no folder) start. Errors: InputError."""
     from torch import nn
 
-    from rlhf_kl.build.world import world_file
     from rlhf_kl.models.lora import checkpointed
     from rlhf_kl.run.checkpoint import checkpoints
+    from rlhf_kl.train.world_files import world_file
 
     final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
     if model is not None or final is not None:
@@ -123,7 +123,7 @@ def load_policy(
 
 def load_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> tuple[LM, Any]:
     """The reference of a run, or another model in its place, and its tokenizer."""
-    from rlhf_kl.build.world import world_file
+    from rlhf_kl.train.world_files import world_file
 
     ref = other or config.reference.model or config.policy.model
     loaded = loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")

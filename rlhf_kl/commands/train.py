@@ -23,7 +23,7 @@ from rlhf_kl.commands.options import (
     Updates,
     read_config,
 )
-from rlhf_kl.program import shell_command, short_path
+from rlhf_kl.shell import shell_command, short_path
 from rlhf_kl.text import duration, format_number
 from rlhf_kl.ui import log
 
@@ -50,9 +50,9 @@ def train(
     settings = read_config("train", config, set_, output_dir, seed, updates)
     ui.start(quiet)
     with ui.progress("loading torch"):
-        from rlhf_kl.commands.loop import run_train
         from rlhf_kl.report.texts import TITLE, answers, held_out_texts
         from rlhf_kl.run.log import encode_json
+        from rlhf_kl.train.loop import run_train
 
     summary = train_command(run_train, settings, resume=resume, overwrite=overwrite, merge=merge)
     if summary and as_json:
@@ -77,7 +77,7 @@ def supervised(
     settings = read_config(kind, config, set_, output_dir, seed)
     ui.start(quiet)
     with ui.progress("loading torch"):
-        from rlhf_kl.commands.supervised import run_supervised
+        from rlhf_kl.commands.sft import run_supervised
 
     if summary := train_command(run_supervised, settings, resume=resume, overwrite=overwrite, merge=merge):
         ui.print_summary(*supervised_closing(summary, settings))
@@ -90,12 +90,12 @@ def train_command(
 
     Of several processes the first one writes the folder; the others give {}.
     """
-    from rlhf_kl.build.machine import joined, on_this_machine, pick_device
-    from rlhf_kl.commands.final import merge_final, require_adapter
     from rlhf_kl.memory import keep_freed_memory
     from rlhf_kl.run.log import check_installed
     from rlhf_kl.run.run import open_run
     from rlhf_kl.run.signals import ending_on_sigterm
+    from rlhf_kl.train.device import joined, on_this_machine, pick_device
+    from rlhf_kl.train.final import merge_final, require_adapter
 
     if merge:
         require_adapter(config)
@@ -125,7 +125,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     """Figures and next steps after `train`. config: knows where the run is now, which its summary may not."""
     from rlhf_kl.commands.stored import Permissions
     from rlhf_kl.monitors.alarms import collapsed
-    from rlhf_kl.report.control import closing_note, score_text, start_to_end, verdict_text
+    from rlhf_kl.report.outcome import closing_note, score_text, start_to_end, verdict_text
 
     final, closing, place = summary["final"], summary["closing"], short_path(config.run.output_dir)
     control = summary["control"]

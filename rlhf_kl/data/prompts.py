@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_kl.config.schema.base import chat_problems, refuse
-from rlhf_kl.config.schema.train import PromptsSection
+from rlhf_kl.config.schema.sections import chat_problems, refuse
+from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.chat import chat_prompt, require_chat_template, turns_of
-from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.data.rows import PromptRow
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.text import encode_all
+from rlhf_kl.models.tokens import encode_all
 from rlhf_kl.seeding import shuffled
 from rlhf_kl.types import Prompts
 from rlhf_kl.ui import log

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from rlhf_kl import ui
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
-from rlhf_kl.config.schema.train import EvalSection, PromptsSection
+from rlhf_kl.config.schema.training import EvalSection, PromptsSection
 from rlhf_kl.data.files import Row, load_rows
-from rlhf_kl.data.texts import (
+from rlhf_kl.data.rows import (
     Example,
     Labelled,
     Pair,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from rlhf_kl.control import KLController, as_controller, build_controller
 from rlhf_kl.errors import InputError, blame, suggestion
 from rlhf_kl.events import worded
-from rlhf_kl.kl_controllers import KLController, as_controller, build_controller
 from rlhf_kl.ops.kl import k3
 from rlhf_kl.plugins import home_of, is_reference, load_attribute
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.models.text import position_ids
+from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, in_chunks
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts

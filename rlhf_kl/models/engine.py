@@ -20,7 +20,7 @@ from rlhf_kl.errors import EngineFailed, InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import TRAINED
-from rlhf_kl.models.text import pad
+from rlhf_kl.models.tokens import pad
 from rlhf_kl.types import Sampled, Sampling
 
 ENVIRONMENT = {  # set where the user has not

@@ -17,7 +17,7 @@ from rlhf_kl.builtin.world import cache_folder
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.models.load import quiet_transformers, save_model
+from rlhf_kl.models.pretrained import quiet_transformers, save_model
 from rlhf_kl.run.folder import write_folder
 from rlhf_kl.ui import log
 

@@ -28,7 +28,7 @@ from rlhf_kl.models.logits import (
     final_logits,
     rounding_product,
 )
-from rlhf_kl.models.text import position_ids
+from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
 from rlhf_kl.types import Sampled, Sampling

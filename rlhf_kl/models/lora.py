@@ -22,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import switch_dropout_off
-from rlhf_kl.program import shell_command
+from rlhf_kl.models.pretrained import switch_dropout_off
+from rlhf_kl.shell import shell_command
 
 TRAINED, KEPT = "default", "start"  # names of the trained adapter, and of its frozen initial copy
 FACTORS = ("lora_A", "lora_B")  # of what an adapter adds to a layer: B A, and B is 0 at the start

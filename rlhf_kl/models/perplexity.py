@@ -12,8 +12,8 @@ import torch
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
-from rlhf_kl.models.load import check_tokens, context_length
-from rlhf_kl.models.text import encode_all, first_token_bytes
+from rlhf_kl.models.pretrained import check_tokens, context_length
+from rlhf_kl.models.tokens import encode_all, first_token_bytes
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 
 ROWS = 32

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import SAFE, Access, quiet_transformers, switch_dropout_off
+from rlhf_kl.models.pretrained import SAFE, Access, quiet_transformers, switch_dropout_off
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
 

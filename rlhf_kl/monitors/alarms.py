@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any, Literal
 
+from rlhf_kl.control.tilt import least_kl
 from rlhf_kl.events import GUIDE, UpdateSkipped, WeightsLost
-from rlhf_kl.kl_controllers.tilt import least_kl
 from rlhf_kl.monitors.history import SAMPLED, START, GapSum, History, noise, rises, still_rises, thirds, trend
 from rlhf_kl.text import read_number
 

@@ -10,7 +10,7 @@ from statistics import correlation, fmean, linear_regression, median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_kl.events import Event, UpdateSkipped, WeightsLost
-from rlhf_kl.report.control import is_update, worth
+from rlhf_kl.report.outcome import is_update, worth
 from rlhf_kl.text import read_number
 
 if TYPE_CHECKING:  # what shows a run needs no torch

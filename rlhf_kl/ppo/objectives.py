@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.config.schema.kl import KLSection
-from rlhf_kl.config.schema.train import PPOSection
+from rlhf_kl.config.schema.control import KLSection
+from rlhf_kl.config.schema.training import PPOSection
 from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
 from rlhf_kl.ops.losses import policy_loss, value_loss

@@ -14,9 +14,9 @@ import math
 from typing import Any
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.control import KLController
+from rlhf_kl.control.base import clip
 from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged, NoProgress
-from rlhf_kl.kl_controllers import KLController
-from rlhf_kl.kl_controllers.base import clip
 from rlhf_kl.ops.masked import Mean, float64
 from rlhf_kl.optim import lr_factor
 from rlhf_kl.ppo.ceiling import CeilingResult

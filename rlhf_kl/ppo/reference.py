@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.errors import InputError
-from rlhf_kl.events import Event, ScoresClipped
-from rlhf_kl.kl_controllers.tilt import (
+from rlhf_kl.control.tilt import (
     REACHED,
     best_of_n,
     centre_groups,
@@ -25,6 +22,9 @@ from rlhf_kl.kl_controllers.tilt import (
     solve_tilt,
     tilted,
 )
+from rlhf_kl.data.prompts import PromptStream
+from rlhf_kl.errors import InputError
+from rlhf_kl.events import Event, ScoresClipped
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.ppo.rollout import sample

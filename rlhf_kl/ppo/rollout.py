@@ -14,7 +14,7 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import UpdateSkipped
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.text import decode_responses, pad
+from rlhf_kl.models.tokens import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.logprobs import TokenStats

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.control import KLController
 from rlhf_kl.events import Event, UpdateSkipped
-from rlhf_kl.kl_controllers import KLController
 from rlhf_kl.memory import SMALLER_PASS, free_memory, memory_for, sized, tokens_of_a_pass
 from rlhf_kl.models.value import ActorCritic, freezing
 from rlhf_kl.ops.head import token_kl, token_logprobs

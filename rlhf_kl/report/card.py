@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.report.control import (
+from rlhf_kl.report.outcome import (
     closing_figures,
     closing_note,
     control_figures,

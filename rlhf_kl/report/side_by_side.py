@@ -10,10 +10,9 @@ from typing import Any
 from urllib.parse import quote
 
 from rlhf_kl import ui
-from rlhf_kl.kl_controllers import held
-from rlhf_kl.program import short_path
+from rlhf_kl.control import held
 from rlhf_kl.report.charts import compare_charts, held_charts, target_charts, variant_styles
-from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
 from rlhf_kl.report.page import render, render_chart, report_page, response_figures
 from rlhf_kl.report.sweep import asked_of, recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
@@ -21,6 +20,7 @@ from rlhf_kl.report.texts import across
 from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
+from rlhf_kl.shell import short_path
 from rlhf_kl.text import hanging, safe_text
 
 PROMPT = 160  # characters of a prompt that are shown, its end

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import hypot, sqrt
 from typing import Any, NamedTuple
 
-from rlhf_kl.program import shell_command
-from rlhf_kl.report.compare import Comparison
-from rlhf_kl.report.run import mean
+from rlhf_kl.report.comparison import Comparison
+from rlhf_kl.report.one_run import mean
+from rlhf_kl.shell import shell_command
 from rlhf_kl.text import with_error
 
 # The limits of a recommended target, chosen on eight seeds of the built-in world, where the true score is known.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rlhf_kl.program import shell_command, short_path
-from rlhf_kl.report.compare import Comparison, Variant
-from rlhf_kl.report.control import why_short
+from rlhf_kl.report.comparison import Comparison, Variant
 from rlhf_kl.report.equal_kl import EqualKL
+from rlhf_kl.report.outcome import why_short
 from rlhf_kl.report.sweep import recommend, sweep_of
+from rlhf_kl.shell import shell_command, short_path
 from rlhf_kl.text import format_number, format_percent
 
 MEASURES = {"scores_shaped": "Score", "gold": "True score"}

@@ -17,9 +17,9 @@ from rlhf_kl.data.chat import chat_exchange, exchange_lacks_system, plain_text, 
 from rlhf_kl.errors import InputError
 from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk
-from rlhf_kl.models.load import check_tokens, context_length, save_model
 from rlhf_kl.models.lora import has_adapter
-from rlhf_kl.models.text import encode_all, pad
+from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
+from rlhf_kl.models.tokens import encode_all, pad
 from rlhf_kl.ops.packing import group_lengths, pack_last, pass_overhead, same_tokens, text_layout
 from rlhf_kl.types import Prompt, Responses
 from rlhf_kl.ui import log

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.plugins import TRL_PROVIDED
+from rlhf_kl.config.named import TRL_PROVIDED
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.plugins import hidden, home_of, parameters_of, users_code
 from rlhf_kl.types import Prompts, Responses

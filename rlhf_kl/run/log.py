@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
-from rlhf_kl.config.load import flat
+from rlhf_kl.config.resolve import flat
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.folder import EVENTS, RunFolder, write_atomic
 from rlhf_kl.text import read_number

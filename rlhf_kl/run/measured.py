@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_kl.config.load import dump_config
+from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.config.schema import AnyConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.folder import RunFolder, lock_run_folder

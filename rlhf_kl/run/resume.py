@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.config.load import config_diff, flat, load_config
-from rlhf_kl.config.plugins import controller_class, plugin_files
+from rlhf_kl.config.named import controller_class, plugin_files
+from rlhf_kl.config.resolve import config_diff, flat, load_config
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import takes

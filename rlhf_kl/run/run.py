@@ -14,12 +14,11 @@ from typing import IO, Any, NoReturn
 import torch
 from safetensors import SafetensorError
 
-from rlhf_kl.config.load import dump_config
+from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
 from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
-from rlhf_kl.program import keep_threads
 from rlhf_kl.run.checkpoint import (
     MOST_SECONDS,
     Checkpoint,
@@ -48,6 +47,7 @@ from rlhf_kl.run.resume import (
 from rlhf_kl.run.signals import StopRequest, grace_note, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
 from rlhf_kl.sharding import NamedTensors, is_sharded, parts_of, slots_of
+from rlhf_kl.shell import keep_threads
 from rlhf_kl.ui import log
 
 

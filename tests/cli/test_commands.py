@@ -18,7 +18,7 @@ import pytest
 from rlhf_kl.commands import guide
 from rlhf_kl.commands.options import read_config
 from rlhf_kl.config import paths
-from rlhf_kl.config.load import load_config
+from rlhf_kl.config.resolve import load_config
 from tests.runs import Cli, Rows, Write, sets
 
 

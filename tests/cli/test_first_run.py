@@ -53,7 +53,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory, rlhf_kl: Cli) -> Iterator[Path]:
     """The working directory: what `init` copies, with a tiny model filled in."""
-    from rlhf_kl.models.load import save_model
+    from rlhf_kl.models.pretrained import save_model
     from rlhf_kl.models.scratch import new_gpt2, train_tokenizer
 
     folder = tmp_path_factory.mktemp("own")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.build.world import World
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.train.world_files import World
 from tests.runs import Cli
 
 

@@ -12,9 +12,9 @@ import yaml
 def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any]) -> Callable[..., dict[str, Any]]:
     """`train(folder, "kl.target=0.2", resume=True)`: a run of the tiny model; returns its summary."""
     from rlhf_kl import ui
-    from rlhf_kl.commands.loop import run_train
     from rlhf_kl.commands.train import train_command
-    from rlhf_kl.config.load import load_config
+    from rlhf_kl.config.resolve import load_config
+    from rlhf_kl.train.loop import run_train
 
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from rlhf_kl.commands.grid import train_grid
-from rlhf_kl.config.compare import load_compare
+from rlhf_kl.config.variants import load_compare
 from rlhf_kl.run.folder import checkpoint_folders, checkpoint_step
 from tests.runs import Cli, rows, sets, updates
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.commands.findings import run_doctor
-from rlhf_kl.config.load import load_config
+from rlhf_kl.config.resolve import load_config
 from rlhf_kl.errors import EngineFailed, InputError
 from rlhf_kl.models.engine import VLLM, require_engine
 from rlhf_kl.models.lm import LM

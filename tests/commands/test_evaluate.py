@@ -14,8 +14,8 @@ from rlhf_kl.commands.evaluate import _table
 from rlhf_kl.commands.evaluate import evaluate as command
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
+from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.commands.loop import TrainLoop
 from rlhf_kl.commands.train import train_closing
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.report.card import model_card
-from rlhf_kl.report.control import closing_figures, control_figures
+from rlhf_kl.report.outcome import closing_figures, control_figures
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.train.loop import TrainLoop
 
 
 def test_a_run_has_one_with_its_figures(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

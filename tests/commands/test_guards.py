@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.loop import TrainLoop
 from rlhf_kl.errors import GuardStop, RunFailed
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.train.loop import TrainLoop
 from tests.runs import Train, rows
 
 

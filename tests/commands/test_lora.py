@@ -10,7 +10,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_kl.models.load import load_causal_lm
+from rlhf_kl.models.pretrained import load_causal_lm
 from tests.runs import Cli, Train, rows
 
 LORA = ("policy.lora={r: 4, alpha: 8.0}", "ppo.learning_rate=5e-3")

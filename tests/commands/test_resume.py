@@ -16,14 +16,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rlhf_kl.commands import final, loop
 from rlhf_kl.commands import train as commands
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import save_model
+from rlhf_kl.models.pretrained import save_model
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run import run as run_module
 from rlhf_kl.run.run import Run
+from rlhf_kl.train import final, loop
 from tests.runs import Cli, Killed, Train, rows, unfinished
 
 

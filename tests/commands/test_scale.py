@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rlhf_kl.commands.scale import _median_texts, rise_error, usual_samples
-from rlhf_kl.ppo.evaluate import Samples
+from rlhf_kl.ppo.heldout_samples import Samples
 from rlhf_kl.report.sweep import scaled_answer
 from tests.runs import updates
 

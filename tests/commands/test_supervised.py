@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.commands.supervised import run_supervised
+from rlhf_kl.commands.sft import run_supervised
 from rlhf_kl.commands.train import train_command
-from rlhf_kl.config.load import load_config
+from rlhf_kl.config.resolve import load_config
 from rlhf_kl.errors import GuardStop
-from rlhf_kl.models.load import load_causal_lm, load_reward_model, load_tokenizer
+from rlhf_kl.models.pretrained import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.run.checkpoint import checkpoints
 from tests.runs import Train, jsonl, rows, unfinished

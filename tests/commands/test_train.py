@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer, save_model
+from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.head import Head
 from rlhf_kl.run.checkpoint import checkpoints

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
-from rlhf_kl.config.load import gradient_notes, unused_notes
+from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import MODELS, Section, SFTConfig, TrainConfig, section_of
-from rlhf_kl.config.schema.kl import KLSection
+from rlhf_kl.config.schema.control import KLSection
 
 
 @pytest.mark.parametrize("model", MODELS.values())

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from rlhf_kl.data.files import load_rows, read_rows
-from rlhf_kl.data.texts import read_texts
+from rlhf_kl.data.rows import read_texts
 from tests import made
 
 ROWS = [{"prompt": "one", "text": 'a, "b"\nc'}, {"prompt": "zwölf 🙂", "text": "x\u2028y"}]

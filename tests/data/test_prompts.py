@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_kl.config.schema.train import PromptsSection
+from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.chat import chat_exchange, opening, plain_text, without_opening
 from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
-from rlhf_kl.data.texts import PromptRow
+from rlhf_kl.data.rows import PromptRow
 from rlhf_kl.types import Prompt, Prompts
 from tests.made import Make, problem
 

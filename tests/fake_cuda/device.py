@@ -232,10 +232,10 @@ def save_model(usual: Any, model: Any, tokenizer: Any, folder: Path, tensors: di
 
 def fill_program() -> None:
     """Before the modules that import these functions are imported themselves."""
-    from rlhf_kl.models import lm, load, value
+    from rlhf_kl.models import lm, pretrained, value
 
     value.store_frozen = store_frozen
-    load.save_model = functools.partial(save_model, load.save_model)
+    pretrained.save_model = functools.partial(save_model, pretrained.save_model)
     step, decode = lm.Trunk.step, lm.decode
     inside = False
 

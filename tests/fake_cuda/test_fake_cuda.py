@@ -14,7 +14,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from rlhf_kl.build.world import World
+    from rlhf_kl.train.world_files import World
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the fake device, and there is none here"),

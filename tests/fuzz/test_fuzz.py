@@ -20,10 +20,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_kl.config.load import flat, load_config
+from rlhf_kl.config.resolve import flat, load_config
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.data.files import load_rows
-from rlhf_kl.data.texts import read_examples, read_labels, read_pairs, read_texts
+from rlhf_kl.data.rows import read_examples, read_labels, read_pairs, read_texts
 from rlhf_kl.errors import InputError
 
 GENERATED = settings(

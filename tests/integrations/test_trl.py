@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from rlhf_kl.control import FixedKL
 from rlhf_kl.errors import InputError
 from rlhf_kl.integrations.trl import KLBudget
-from rlhf_kl.kl_controllers import FixedKL
 from tests.made import Make, weights
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")

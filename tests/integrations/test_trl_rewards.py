@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.build.world import World
-from rlhf_kl.models.load import load_reward_model, load_tokenizer
+from rlhf_kl.models.pretrained import load_reward_model, load_tokenizer
 from rlhf_kl.ops.advantages import grpo, rloo
 from rlhf_kl.plugins import load_attribute
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import TRLReward
+from rlhf_kl.train.world_files import World
 from rlhf_kl.types import Prompts, Responses
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.build.world import World
 from rlhf_kl.models.engine import VLLM
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import load_causal_lm
 from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.models.pretrained import load_causal_lm
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.train.world_files import World
 from rlhf_kl.types import Sampling
 from tests.made import move
 from tests.runs import rows, sets

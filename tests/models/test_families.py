@@ -17,10 +17,10 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models import decoding
 from rlhf_kl.models.decoding import pick_tokens
 from rlhf_kl.models.lm import LM, enable_recompute
-from rlhf_kl.models.load import Access, load_causal_lm, load_reward_model, save_model
 from rlhf_kl.models.lora import AdapterReference, add_adapter, load_adapter, merge
+from rlhf_kl.models.pretrained import Access, load_causal_lm, load_reward_model, save_model
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
-from rlhf_kl.models.text import encode_all, pad
+from rlhf_kl.models.tokens import encode_all, pad
 from rlhf_kl.models.value import freeze, store_frozen
 from rlhf_kl.ops import packing
 from rlhf_kl.ops.packing import Layout, Packed, text_layout

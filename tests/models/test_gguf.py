@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from rlhf_kl.build.load import Loader
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
+from rlhf_kl.train.load import Loader
 from tests.runs import Cli, sets
 
 WORDS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(97, 123)), "\u2581"]

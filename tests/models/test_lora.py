@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import size_words
 from rlhf_kl.models.lora import AdapterReference, add_adapter
+from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from rlhf_kl.models.lm import LM, Trunk
-from rlhf_kl.models.load import load_reward_model
 from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.models.pretrained import load_reward_model
 from rlhf_kl.models.value import (
     ActorCritic,
     FeatureCritic,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.schema.train import PPOSection
+from rlhf_kl.config.schema.training import PPOSection
 from rlhf_kl.ops.advantages import ADVANTAGES, gae, grpo, rloo
 
 

@@ -37,7 +37,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     `FeatureCritic`; without the last two the value function is a head. `optimizer(modules)` makes another one.
     A `reference` may be an `AdapterReference`. `began_there`: the policy began as it; default: where none is given.
     """
-    from rlhf_kl.config.plugins import configured_controller
+    from rlhf_kl.config.named import configured_controller
     from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.models.lm import LM, Trunk

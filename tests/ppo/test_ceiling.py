@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rlhf_kl.kl_controllers import as_controller
+from rlhf_kl.control import as_controller
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult, KLForecast
 from rlhf_kl.ppo.way import Way

@@ -17,15 +17,14 @@ from tokenizers.models import BPE, WordLevel
 from torch.distributions import Categorical, kl_divergence
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_kl.commands.samples import heldout_rows
 from rlhf_kl.errors import InputError
 from rlhf_kl.events import EvalScores, Event
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer
 from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_sums, windows
+from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import new_gpt2
-from rlhf_kl.models.text import decode_responses, encode
-from rlhf_kl.ppo.evaluate import (
+from rlhf_kl.models.tokens import decode_responses, encode
+from rlhf_kl.ppo.heldout_samples import (
     Samples,
     asked,
     distinct_2,
@@ -40,6 +39,7 @@ from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import uniforms
+from rlhf_kl.train.samples import heldout_rows
 from rlhf_kl.types import Prompts, Sampled, Sampling
 from tests.made import Make
 
@@ -318,7 +318,7 @@ def test_the_samples_of_the_reference_are_drawn_once(
         count += arguments[0] is reference
         return sample(*arguments)
 
-    monkeypatch.setattr("rlhf_kl.ppo.evaluate.sample", counted)
+    monkeypatch.setattr("rlhf_kl.ppo.heldout_samples.sample", counted)
     for policy in (first, second):
         rest = (prompts, range(12), 0, SAMPLING, letters)
         kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
@@ -334,7 +334,7 @@ def test_a_policy_that_is_still_its_reference_is_sampled_once(
     rest, drawn = (prompts, range(12), 0, SAMPLING, letters), dict[Any, Any]()
     both = policy_samples(policy, reference, *rest, scorers=WITH_GOLD)
     calls = list[Any]()
-    monkeypatch.setattr("rlhf_kl.ppo.evaluate.sample", lambda *words: calls.append(words) or sample(*words))
+    monkeypatch.setattr("rlhf_kl.ppo.heldout_samples.sample", lambda *words: calls.append(words) or sample(*words))
     once = policy_samples(policy, reference, *rest, scorers=WITH_GOLD, cached=drawn, same=True)
     for one, expected in zip(once, both, strict=True):
         assert (one.texts, one.lengths, one.scores[:2]) == (expected.texts, expected.lengths, expected.scores[:2])

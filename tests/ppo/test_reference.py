@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.build.start import starting_coef
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
@@ -26,6 +25,7 @@ from rlhf_kl.ppo.reference import (
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
+from rlhf_kl.train.start import starting_coef
 from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
 from tests.made import Make
 

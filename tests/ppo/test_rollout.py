@@ -11,7 +11,7 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
-from rlhf_kl.models.text import decode_responses
+from rlhf_kl.models.tokens import decode_responses
 from rlhf_kl.models.value import ActorCritic, FeatureCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ops.logprobs import TokenStats

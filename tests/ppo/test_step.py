@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import rlhf_kl.ppo.step as ppo_module
+from rlhf_kl.control import FixedKL, as_controller
 from rlhf_kl.events import Event, LearningRateChanged, NoProgress, UpdateSkipped
-from rlhf_kl.kl_controllers import FixedKL, as_controller
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.metrics import update_row

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.kl_controllers import as_controller
+from rlhf_kl.control import as_controller
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.models.value import frozen_lm

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import save_model
+from rlhf_kl.models.pretrained import save_model
 from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import can_shard

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.report.compare import Comparison, read_comparison
+from rlhf_kl.report.comparison import Comparison, read_comparison
 from tests.runs import Rows, Write
 
 LENGTH = 60

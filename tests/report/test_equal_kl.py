@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from rlhf_kl.report.compare import Comparison
+from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.equal_kl import ScoreCurve, interval_half
 
 Grid = Callable[..., Comparison]

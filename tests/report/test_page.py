@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 import pytest
 
-from rlhf_kl.report.compare import read_comparison
+from rlhf_kl.report.comparison import read_comparison
+from rlhf_kl.report.one_run import read_run
 from rlhf_kl.report.page import report_page
-from rlhf_kl.report.run import read_run
 from rlhf_kl.report.side_by_side import write_comparison
 from tests.runs import Rows, Write
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import load_reward_model, load_tokenizer
+from rlhf_kl.models.pretrained import load_reward_model, load_tokenizer
 from rlhf_kl.models.value import freeze
 from rlhf_kl.rewards.model import RewardModel, TextFormat, text_format
 

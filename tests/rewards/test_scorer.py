@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.load import load_reward_model, load_tokenizer
+from rlhf_kl.models.pretrained import load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers, mean_metrics, mean_score

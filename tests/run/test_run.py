@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_kl.config.load import load_config
+from rlhf_kl.config.resolve import load_config
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
 from rlhf_kl.optim import adamw

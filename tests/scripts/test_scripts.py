@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from rlhf_kl.build.world import World
+    from rlhf_kl.train.world_files import World
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -13,15 +13,15 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.config.schema.supervised import SFTSection
-from rlhf_kl.data.texts import Example, Pair
+from rlhf_kl.data.rows import Example, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
-from rlhf_kl.models.load import load_causal_lm, load_tokenizer
+from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.supervised.figures import calibration_error, histogram, label_figures, pair_figures
-from rlhf_kl.supervised.loop import SupervisedTrainer
-from rlhf_kl.supervised.tasks import PairTask, ResponseTask, TextTask
+from rlhf_kl.supervised.fit import SupervisedTrainer
+from rlhf_kl.supervised.kinds import PairTask, ResponseTask, TextTask
 from tests.made import Make, weights
 
 EXAMPLES = [Example("ab", "cd"), Example("d", "abc"), Example("cc", "")]

@@ -2,9 +2,9 @@
 
 from typing import Literal, TypeAlias
 
-from rlhf_kl.config.schema.base import Section, section_of
+from rlhf_kl.config.schema.sections import Section, section_of
 from rlhf_kl.config.schema.supervised import RewardModelConfig, SFTConfig
-from rlhf_kl.config.schema.train import TrainConfig
+from rlhf_kl.config.schema.training import TrainConfig
 
 Kind: TypeAlias = Literal["train", "sft", "reward-model"]
 AnyConfig: TypeAlias = TrainConfig | SFTConfig | RewardModelConfig

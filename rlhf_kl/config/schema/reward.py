@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, model_validator
 
-from rlhf_kl.config.schema.base import (
+from rlhf_kl.config.schema.sections import (
     Name,
     NonNegative,
     OptionalScorer,

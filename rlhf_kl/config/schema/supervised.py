@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from rlhf_kl.builtin.world import DEFAULT_WORLD
-from rlhf_kl.config.schema.base import (
+from rlhf_kl.config.schema.sections import (
     CheckpointSection,
     Count,
     EpochsSection,

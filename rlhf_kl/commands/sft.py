@@ -1,0 +1,69 @@
+"""`rlhf-kl sft` and `rlhf-kl reward-model`: a language model from texts, a reward model from preferences or labels."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlhf_kl import ui
+from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
+from rlhf_kl.events import worded
+from rlhf_kl.models.lora import checkpointed
+from rlhf_kl.models.pretrained import parameter_count
+from rlhf_kl.ops.masked import all_finite
+from rlhf_kl.run.folder import write_folder
+from rlhf_kl.run.run import Run
+from rlhf_kl.supervised.fit import SupervisedTrainer
+from rlhf_kl.train.device import run_device
+from rlhf_kl.train.load import Loader
+from rlhf_kl.train.tasks import build_task
+from rlhf_kl.train.world_files import with_files
+from rlhf_kl.ui import log
+
+
+def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str, Any]:
+    """Train a language model or a reward model; returns the summary."""
+    device = run_device(config.run, group=True)
+    loader = Loader(config.run, device)
+    task = run.ranks.first_before_others(lambda: build_task(config, loader, with_files))
+    settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
+    trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks)
+    run.check(device, {task.data: task.fingerprint})
+    run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer)
+    for note in task.notes:
+        log.info(note)
+    log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
+    run.begin(trainer.steps)
+    log.info(run.interval_words())
+    last = train_to_the_end(trainer, run)
+    if run.ranks.writes:
+        write_folder(run.folder.final, task.save)
+    heldout = {"heldout": figures} if (figures := task.distribution()) else {}
+    return run.finish(steps=trainer.steps, final=last, **heldout, stopped_by=None)
+
+
+def train_to_the_end(trainer: SupervisedTrainer, run: Run) -> dict[str, Any]:
+    """Train, evaluating before the first step, every `eval.every` steps, and after the last.
+
+    Returns the last row, which is that of the final evaluation.
+    """
+    ranks, every = run.ranks, run.config.eval.every
+    assert every != "auto"  # which only a TrainConfig has
+    with ui.progress(run.kind.replace("-", " "), trainer.steps) as advance:
+        advance(run.next_step - 1)
+        for step in run.steps():
+            began = time.perf_counter()
+            figures = trainer.task.evaluate(ranks) if (step - 1) % every == 0 else {}
+            row = trainer.step(step) | figures
+            row["time/step_s"] = time.perf_counter() - began
+            if alerts := worded(trainer.events):
+                row["alerts"] = alerts
+            run.log(row, sound=not trainer.skipped and all(ranks.all(all_finite(trainer.model.parameters()))))
+            advance(1)
+            for alert in alerts:
+                log.warning(f"step {step}: {alert}")
+            if trainer.stuck:
+                run.stop(row, f"{trainer.skipped} steps in a row were skipped: their gradients were not finite")
+        last = {"step": trainer.steps + 1, **trainer.task.evaluate(ranks)}
+    run.log(last)
+    return last

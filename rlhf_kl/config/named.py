@@ -1,0 +1,198 @@
+"""What a config names: its models, its controller, and plugins (a controller of the user's, and reward functions)."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_kl.builtin.world import is_builtin
+from rlhf_kl.config.schema import AnyConfig, TrainConfig
+from rlhf_kl.config.schema.control import builtin_law
+from rlhf_kl.config.schema.sections import refuse
+from rlhf_kl.control import BOUNDS, KLController, build_controller
+from rlhf_kl.control.foreign import (
+    COEF_NAMES,
+    ForeignKL,
+    fits_call,
+    law_options,
+    names_of_options,
+    options_of,
+    own_names,
+)
+from rlhf_kl.errors import InputError, blame, collected
+from rlhf_kl.hub import model_folder, model_on_hub
+from rlhf_kl.plugins import (
+    checked_options,
+    home_of,
+    is_reference,
+    load_attribute,
+    missing_variables,
+    reference_file,
+    takes,
+    users_code,
+)
+from rlhf_kl.ui import log
+
+OF_A_LAW = ("__init__", "update")
+REWARD_PROVIDED = {"prompts", "responses"}
+TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+class NamedPlugin(NamedTuple):
+    """A plugin as a config names it."""
+
+    key: str  # of its name
+    ref: str
+    options: dict[str, Any]
+    trl: bool = False  # a function that is called as in TRL
+
+    @property
+    def where(self) -> str:
+        """The key of the section with its options."""
+        return self.key.removesuffix(".kind")
+
+
+def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
+    """The plugins that a config names."""
+    if not isinstance(config, TrainConfig):
+        return []
+    controller, reward = config.kl.controller, config.reward
+    scorers = {"reward": reward, **{f"reward.terms.{name}": term for name, term in (reward.terms or {}).items()}}
+    found = [NamedPlugin("kl.controller.kind", controller.kind, controller.options)]
+    found += [
+        NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
+        for where, scorer in scorers.items()
+    ]
+    found.append(NamedPlugin("reward.gold", reward.gold or "", {}))
+    return [plugin for plugin in found if is_reference(plugin.ref)]
+
+
+def models_of(config: AnyConfig) -> dict[str, str]:
+    """By key, the models that a config names: folders and hub ids."""
+    named: dict[str, str | None] = {"policy.model": config.policy.model}
+    if isinstance(config, TrainConfig):
+        reward = config.reward
+        named |= {"reference.model": config.reference.model, "reward.model": reward.model, "reward.gold": reward.gold}
+        named |= {f"reward.terms.{name}.model": term.model for name, term in (reward.terms or {}).items()}
+    return {key: ref for key, ref in named.items() if ref and not is_builtin(ref) and not is_reference(ref)}
+
+
+def plugin_files(config: AnyConfig) -> dict[str, Path]:
+    """Dotted key -> file, for every key that names a "file.py:attribute"."""
+    files = {plugin.key: reference_file(plugin.ref, [Path.cwd()]) for plugin in plugins_of(config)}
+    return {key: path for key, path in files.items() if path is not None}
+
+
+def plugin_notes(config: AnyConfig) -> list[str]:
+    """Variables in options that are not set here (who uses the plugins refuses that), and names of a controller."""
+    notes = [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
+    return notes + [note for plugin in plugins_of(config) if (note := names_in_source(plugin))]
+
+
+def names_in_source(plugin: NamedPlugin) -> str:
+    """`own_names` of a controller's class by the source of its file, which is not run; empty where it has no such."""
+    file, name = reference_file(plugin.ref, [Path.cwd()]), plugin.ref.rpartition(":")[2]
+    if plugin.key != "kl.controller.kind" or file is None:
+        return ""
+    try:
+        nodes = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return ""
+    for law in [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name]:
+        methods = {node.name: node.args for node in law.body if isinstance(node, ast.FunctionDef)}
+        options, update = ([arg.arg for arg in methods[key].args] if key in methods else [] for key in OF_A_LAW)
+        written = {node.attr for node in ast.walk(law) if isinstance(node, ast.Attribute)}
+        coef = next((attribute for attribute in COEF_NAMES if attribute in written), "coef")
+        words = own_names(options, coef, alone=len(update) == 2)
+        return f"kl.controller: {name}: {words}" if words else ""
+    return ""
+
+
+def check_named(config: AnyConfig, *, download: bool = False) -> None:
+    """Check the models that a config names, and import and check its plugins. Errors: InputError with every problem.
+
+    download: the models of the hub too, before one is loaded or built.
+    """
+    problems = list[str]()
+    for plugin in plugins_of(config):
+        with collected(problems):
+            if plugin.key == "kl.controller.kind":
+                load_controller(plugin.ref, plugin.options)
+            else:
+                load_reward(plugin)
+    find = model_folder if download else model_on_hub
+    for key, ref in models_of(config).items():
+        with collected(problems), blame(key):
+            find(ref, pickled=config.run.allow_pickle)
+    refuse(*problems)
+
+
+def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
+    """A reward function or class, and its arguments. Errors: InputError with every problem."""
+    key, ref, options, trl = plugin
+    with blame(key):
+        target = load_attribute(ref)
+    if not callable(target):
+        raise InputError(f"{key}: {ref!r} is not a class or function")
+    is_class = inspect.isclass(target)
+    provided = set() if is_class else TRL_PROVIDED if trl else REWARD_PROVIDED
+    problems = [f"{plugin.where}.{name}: set by the program, remove it" for name in sorted(provided & {*options})]
+    # Other parameters of a function may be columns of the data set.
+    arguments, wrong = checked_options(target, options, plugin.where, provided=provided, complete=is_class)
+    problems += wrong
+    if is_class and not any("__call__" in vars(base) for base in target.__mro__):
+        called = "__call__(prompts, completions, **columns)" if trl else "__call__(prompts, responses)"
+        problems.append(f"{key}: {target.__name__} has no {called}")
+    if not is_class and not trl and not all(takes(target, name) for name in REWARD_PROVIDED):
+        hint = ": if it is written for TRL, set interface: trl" if takes(target, "completions") else ""
+        problems.append(f"{key}: a reward function takes (prompts, responses, ...): {ref!r}{hint}")
+    refuse(*problems)
+    return target, arguments
+
+
+# ---- the controller
+
+
+def controller_class(kind: str) -> type:
+    """The class of a controller kind. Errors: InputError if there is none."""
+    with blame("kl.controller.kind"):
+        law = builtin_law(kind) or load_attribute(kind)
+        if not inspect.isclass(law):
+            raise InputError(f"{kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
+    return law
+
+
+def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """The class of a controller, and its arguments. Errors: InputError with every problem."""
+    law = controller_class(kind)
+    called = names_of_options(options_of(law))
+    options = {key if called.get(key) in options else called.get(key, key): value for key, value in options.items()}
+    written = {key: value for key, value in options.items() if takes(law, key) or key not in BOUNDS}
+    arguments, problems = law_options(law, written, "kl.controller")
+    update = getattr(law, "update", None)
+    if not any(fits_call(update, None, *arguments) for arguments in ((0.1, 64), (0.1,))):
+        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a law needs that and coef")
+    refuse(*problems)
+    return law, dict(options) | arguments
+
+
+def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLController:
+    """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
+    law, arguments = load_controller(kind, options)
+    with users_code(f"kl.controller: {law.__name__} cannot be created:", home_of(law)):
+        control = build_controller(law, arguments, **sizes)
+    if isinstance(control, ForeignKL) and (words := control.own_names()):
+        log.warning(f"kl.controller: {law.__name__}: {words}")
+    return control
+
+
+def configured_controller(config: TrainConfig, coef: float) -> KLController:
+    """The controller of a config; `coef` is the value of `auto`. Errors: InputError."""
+    kl, batch = config.kl, config.rollout.batch_size
+    # The controller does not move during the warm-up of the value function.
+    episodes = max(1, config.ppo.total_episodes - config.ppo.value_warmup * batch)
+    sizes = {"target": kl.target_value, "coef": coef, "total_episodes": episodes, "batch_size": batch}
+    return make_controller(kl.controller.kind, kl.controller.arguments, **sizes)

@@ -1,0 +1,165 @@
+"""Reads a run from its folder: config, updates, evaluations, texts, figures, and notes on gaps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from rlhf_kl.config.problems import checked
+from rlhf_kl.config.resolve import detect_kind
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.yaml import read_yaml
+from rlhf_kl.control import held
+from rlhf_kl.errors import InputError, blame
+from rlhf_kl.report import outcome
+from rlhf_kl.report.texts import held_out_texts
+from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.text import read_number
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One training run, finished or not."""
+
+    path: Path
+    config: TrainConfig
+    updates: list[dict[str, Any]]  # rows of metrics.jsonl that are updates
+    evaluations: list[dict[str, Any]]  # rows with an evaluation, the closing one included
+    summary: dict[str, Any]  # empty until the run has ended
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+    @property
+    def unit(self) -> str:
+        return self.config.kl.unit
+
+    @property
+    def status(self) -> Literal["finished", "unfinished", "stopped by a guard"]:
+        if not self.summary:
+            return "unfinished"
+        return "finished" if self.summary.get("stopped_by") is None else "stopped by a guard"
+
+    @property
+    def notes(self) -> list[str]:
+        """What is missing, one sentence each."""
+        notes = []
+        if self.status == "stopped by a guard":
+            notes.append(f"stopped by a guard: {self.summary['stopped_by']}")
+        elif self.status == "unfinished" or len(self.updates) < self.config.updates:
+            notes.append(f"unfinished: {len(self.updates)} of {self.config.updates} updates")
+        if self.updates and len(self.evaluations) < 2:
+            notes.append("fewer than two evaluations: the cost in perplexity is unknown")
+        return notes
+
+    @property
+    def constant_coef(self) -> float | None:
+        """Beta if it is constant, else None."""
+        fixed = self.updates and self.config.kl.controller.kind == "fixed"
+        return read_number(self.updates[0], "kl/coef") if fixed else None
+
+    @property
+    def reference_figures(self) -> Mapping[str, Any]:
+        """Figures of the reference's own samples; empty if the summary has none."""
+        return self.summary.get("reference") or {}
+
+    @property
+    def report(self) -> Path:
+        """Where its page is, or will be."""
+        return RunFolder(self.path).report
+
+    @cached_property
+    def texts(self) -> list[dict[str, Any]]:
+        """See `held_out_texts`."""
+        return held_out_texts(self.path)
+
+    @cached_property
+    def closing(self) -> dict[str, outcome.StartEnd]:
+        """See `outcome.closing_figures`."""
+        return outcome.closing_figures([*self.updates, *self.evaluations[-1:]], self.unit)
+
+    @cached_property
+    def ratios(self) -> list[float]:
+        """KL / target of each update."""
+        return held.ratios(self.updates)
+
+    def series(self, key: str) -> tuple[list[float], list[float]]:
+        """Updates and values of a key, missing ones left out; `eval/*` with the closing evaluation."""
+        rows = self.evaluations if key.startswith("eval/") else self.updates
+        points = [(float(row["step"]), value) for row in rows if (value := read_number(row, key)) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def end(self, key: str) -> float | None:
+        """Mean over the last ten updates."""
+        return mean(row.get(key) for row in held.end(self.updates))
+
+    def reference(self, key: str) -> float | None:
+        """A figure of the reference: from its own samples if the summary has them, else from the first row.
+
+        The first row's policy is the starting policy, which is the reference unless the config names another.
+        """
+        value = read_number(self.reference_figures, key.removeprefix("objective/"))
+        for row in (self.evaluations if key.startswith("eval/") else self.updates)[:1]:
+            if value is None:
+                own = self.config.reference.model in (None, self.config.policy.model)
+                value = read_number(row, key if own else key.replace("/", "/reference_"))
+        return value
+
+    def gain(self, key: str) -> float | None:
+        """Value at the end minus that of the reference."""
+        last, first = self.end(key), self.reference(key)
+        return None if last is None or first is None else last - first
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
+        ends = {name: self.closing.get(name, (None, None))[1] for name in outcome.CLOSING}
+        perplexity = ends["perplexity"]
+        before = self.reference("eval/perplexity") if len(self.evaluations) > 1 else None
+        return {
+            **outcome.control_figures(self.updates, self.config.kl),
+            **ends,
+            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit; None if one was not finite
+            "peak": max(self.ratios, default=None),
+            "score_gain": self.gain("objective/scores_shaped"),  # over the reference
+            "gold_gain": self.gain("objective/gold"),
+            "perplexity_cost": perplexity / before - 1.0 if perplexity is not None and before else None,
+        }
+
+
+def read_run(path: Path) -> RunResult:
+    """The run in a folder. Errors: InputError if there is none, or if a line of its files is damaged."""
+    folder = RunFolder(path)
+    folder.require_run()
+    config, rows = stored_config(folder.config), read_jsonl(folder.metrics)
+    updates = [row for row in rows if outcome.is_update(row)]
+    evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]
+    summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
+    return RunResult(path, config, updates, evaluations, summary)
+
+
+def stored_config(path: Path) -> TrainConfig:
+    """A run's resolved config; unlike with `load_config`, models and data may be gone."""
+    raw = read_yaml(path)
+    if (kind := detect_kind(raw)) != "train":
+        raise InputError(f"{path.parent}: a run of `rlhf-kl {kind}`; only runs of `rlhf-kl train` have a KL to show")
+    with blame(str(path)):
+        return checked(TrainConfig, raw)
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of numbers; None without numbers, or if one is missing."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return fmean(known) if known and len(known) == len(every) else None

@@ -1,0 +1,217 @@
+"""Loads what a config or a command line names: language models, adapters and scorers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_kl import ui
+from rlhf_kl.config.named import NamedPlugin, load_reward
+from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
+from rlhf_kl.config.schema.sections import RunSection, TunedSection
+from rlhf_kl.errors import blame
+from rlhf_kl.hub import GGUF, model_folder
+from rlhf_kl.models.gguf import gguf_folder
+from rlhf_kl.models.lm import LM, enable_recompute
+from rlhf_kl.models.lora import (
+    LANGUAGE_MODEL,
+    adapter_base,
+    add_adapter,
+    blame_base,
+    is_adapter,
+    load_adapter,
+    merge,
+    require_classifier_adapter,
+)
+from rlhf_kl.models.pretrained import (
+    Access,
+    check_label,
+    compute_dtype,
+    is_classifier,
+    load_causal_lm,
+    load_reward_model,
+    load_tokenizer,
+    read_as_float32,
+)
+from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.models.value import freeze, frozen_lm
+from rlhf_kl.plugins import is_reference
+from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
+from rlhf_kl.rewards.plugin import PluginReward, TRLReward
+from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
+from rlhf_kl.seeding import derive_seed
+from rlhf_kl.ui import log
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A causal language model or a classifier, with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    folder: str  # of the model, or of its adapter
+    began_as_adapter: bool
+
+
+class Loader:
+    """Turns the names in a config into models and scorers; a hub id is downloaded or taken from the cache.
+
+    `key` is the config key of a name. Errors: InputError, with the key in front.
+    """
+
+    def __init__(self, run: RunSection | None = None, device: Any = "cpu", *, mapped: bool = False) -> None:
+        """`run`: the section of a config. `device`: of the models that are only read.
+
+        `mapped`: models are sharded later, and until then their weights stay in their files, see `Access`.
+        """
+        run = run or RunSection()
+        self.device: Any = "cpu" if mapped else device
+        self.dtype = compute_dtype(run.dtype)
+        self.access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
+        self.mapped = replace(self.access, mapped=mapped)  # of a whole model; an adapter's base is float32
+
+    # ---- models
+
+    def folder(self, ref: str) -> str:
+        """The local folder of a model; that of a GGUF file lies in the cache."""
+        found = model_folder(ref, pickled=self.access.pickle)
+        return gguf_folder(found) if found.endswith(GGUF) else found
+
+    def tokenizer(self, ref: str, key: str) -> Any:
+        """The tokenizer of a model."""
+        with blame(key):
+            return load_tokenizer(self.folder(ref), self.access)
+
+    def language_model(self, ref: str, key: str, *, keep_adapter: bool = False, adapted: bool = False) -> Loaded:
+        """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`.
+
+        `adapted`: it gets an adapter next, so it is float32.
+        """
+        access = self.access if adapted else self.mapped
+        with ui.progress(f"loading {key}"), blame(key):
+            return self._language_model(ref, access, keep_adapter=keep_adapter)
+
+    def _language_model(self, ref: str, access: Access, *, keep_adapter: bool = False) -> Loaded:
+        folder = self.folder(ref)
+        if not is_adapter(folder):
+            return Loaded(load_causal_lm(folder, access), load_tokenizer(folder, access), folder, False)
+        with blame_base(folder):
+            base = self._language_model(adapter_base(folder), self.access)  # which may itself be an adapter
+        model = load_adapter(base.model, folder)
+        tokenizer = self._tokenizer_of_adapter(folder, base.tokenizer)
+        return Loaded(model if keep_adapter else merge(model), tokenizer, folder, True)
+
+    def frozen(self, model: Any) -> LM:
+        """A language model that is only read, on the device."""
+        return frozen_lm(model, self.dtype, self.device)
+
+    def trained_model(self, ref: str, section: TunedSection, seed: int) -> Loaded:
+        """`policy.model`, to be trained in a run with this seed: with a fresh adapter if the config names one.
+
+        An adapter is trained further, or with a fresh one merged first.
+        """
+        fresh = section.lora is not None
+        loaded = self.language_model(ref, "policy.model", keep_adapter=not fresh, adapted=fresh)
+        model = tuned(loaded.model, section, base_name(ref, loaded), seed)
+        return Loaded(model, loaded.tokenizer, loaded.folder, loaded.began_as_adapter and section.lora is None)
+
+    def reward_model(self, ref: str, key: str, section: ScorerSection) -> RewardModel:
+        """A sequence classifier as a scorer; an adapter is merged into its base."""
+        with ui.progress(f"loading {key}"), blame(key):
+            folder = self.folder(ref)
+            if is_adapter(folder):
+                model, tokenizer = self._classifier_of_adapter(folder, section.label)
+            else:
+                model = load_reward_model(folder, self.mapped, section.label)
+                tokenizer = load_tokenizer(folder, self.access)
+            form = {"chat": section.chat_template, "append_eos": section.append_eos, "pair": section.text_pair}
+            model = freeze(model).to(self.device)
+            with read_as_float32(model):
+                options: Any = {"form": text_format(model, **form), "label": section.label, "dtype": self.dtype}
+                reward = RewardModel(model, tokenizer, **options)
+        if reward.has_types and section.text_pair is None and not reward.form.pair:
+            where = key.removesuffix(".model")
+            log.info(
+                f"{key}: has token types: if it was trained on pairs of texts, set {where}.text_pair: true, else false"
+            )
+        return reward
+
+    def _classifier_of_adapter(self, folder: str, label: str | None) -> tuple[Any, Any]:
+        """The merged classifier of an adapter's folder, and its tokenizer; the base may be a language model."""
+        require_classifier_adapter(folder)
+        ref = adapter_base(folder)
+        with blame_base(folder):
+            base = self.folder(ref)
+        if is_classifier(base):
+            tokenizer = load_tokenizer(base, self.access)
+            model = load_reward_model(base, self.access, label)
+        else:
+            lm = self._language_model(ref, self.access)
+            tokenizer = lm.tokenizer
+            model = classifier_from_lm(lm.model, lm.tokenizer, self.access)  # its head comes with the adapter
+            with blame(folder):
+                check_label(model, label)
+        merged = merge(load_adapter(model, folder))
+        remember_format(merged, folder)
+        return merged, self._tokenizer_of_adapter(folder, tokenizer)
+
+    def _tokenizer_of_adapter(self, folder: str, base: Any) -> Any:
+        has_one = (Path(folder) / "tokenizer_config.json").is_file()
+        return load_tokenizer(folder, self.access) if has_one else base
+
+    # ---- scorers
+
+    def scorers(self, section: RewardSection, *, gold: bool = True) -> Scorers:
+        """The scorers of a config: its reward, or the terms of a sum; and gold."""
+        found = []
+        for name, term in (section.terms or {}).items():
+            found.append(Scorer(TERM + name, self._scorer(term, f"reward.terms.{name}", section), term.weight))
+        if not section.terms:
+            found.append(Scorer(REWARD, self._scorer(section, REWARD, section)))
+        if gold and section.gold is not None:
+            plugin = NamedPlugin("reward.gold", section.gold, {})
+            call = (
+                _plugin(plugin, section.time_limit)
+                if is_reference(section.gold)
+                else self.reward_model(section.gold, plugin.key, ScorerSection())
+            )
+            found.append(Scorer(GOLD, call, 0.0))
+        return Scorers(*found)
+
+    def _scorer(self, scorer: ScorerSection, where: str, section: RewardSection) -> RewardModel | PluginReward:
+        if scorer.kind == "model":
+            assert scorer.model is not None
+            return self.reward_model(scorer.model, f"{where}.model", scorer)
+        plugin = NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
+        return _plugin(plugin, section.time_limit)
+
+
+def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:
+    target, arguments = load_reward(plugin)
+    return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
+
+
+# ---- models to train
+
+
+def base_name(ref: str, loaded: Loaded) -> str:
+    """The base in a fresh adapter's config: the folder of a local model, else the hub id."""
+    return loaded.folder if Path(ref).is_dir() else ref
+
+
+def tuned(
+    model: Any, section: TunedSection, ref: str, seed: int, task: Literal["CAUSAL_LM", "SEQ_CLS"] = LANGUAGE_MODEL
+) -> Any:
+    """The model with the fresh adapter and the gradient checkpointing of `policy`.
+
+    `ref`: the model's name, for the adapter's config; `seed`: of the run.
+    """
+    if (lora := section.lora) is not None:
+        options: dict[str, Any] = {"ref": ref, "seed": derive_seed(seed, "adapter"), "task": task}
+        with blame("policy.lora"):
+            model = add_adapter(model, r=lora.r, alpha=lora.alpha, target_modules=lora.target_modules, **options)
+    if section.gradient_checkpointing:
+        with blame("policy.gradient_checkpointing"):
+            enable_recompute(model)
+    return model

@@ -1,0 +1,361 @@
+"""`rlhf-kl train`: the PPO loop, with everything around an update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf_kl import ui
+from rlhf_kl.config.resolve import gradient_notes, unused_notes
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.errors import EngineFailed
+from rlhf_kl.events import Event, GoldFailed, UpdateSkipped, WeightsLost, worded
+from rlhf_kl.models.lora import checkpointed, has_adapter
+from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
+from rlhf_kl.models.pretrained import size_words
+from rlhf_kl.monitors import Decision, Monitors
+from rlhf_kl.ops.masked import all_finite
+from rlhf_kl.ppo.checks import check_first
+from rlhf_kl.ppo.heldout_samples import (
+    Samples,
+    asked,
+    distinct_2,
+    errors_of,
+    figures_of,
+    policy_samples,
+    text_errors,
+)
+from rlhf_kl.ppo.metrics import update_row
+from rlhf_kl.ppo.rollout import rows_at_once
+from rlhf_kl.report.card import model_card
+from rlhf_kl.report.outcome import StartEnd, closing_figures, control_figures, is_update, score_error
+from rlhf_kl.rewards.scorer import mean_metrics
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.run.log import read_jsonl, speed
+from rlhf_kl.run.measured import conditions, measured_before
+from rlhf_kl.run.run import Run
+from rlhf_kl.seeding import library_state_kept, load_library_state
+from rlhf_kl.sharding import held_share, local, unsharded
+from rlhf_kl.text import duration
+from rlhf_kl.train.device import run_device
+from rlhf_kl.train.final import write_final
+from rlhf_kl.train.plan import EvalPlan
+from rlhf_kl.train.samples import heldout_rows, sample_rows
+from rlhf_kl.train.setup import Setup, build_setup
+from rlhf_kl.train.shards import shard_models
+from rlhf_kl.train.start import Training, check_sizes, prepare_training
+from rlhf_kl.types import RolloutBatch
+from rlhf_kl.ui import log
+
+ROLLBACK_RAISE = 2.0  # of beta
+LONG_S = 60.0  # between two checkpoints: so much that it is told
+
+
+def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
+    """Train a policy; returns the summary."""
+    check_sizes(config, run.ranks.count)
+    device = run_device(config.run, group=True)
+    setup = run.ranks.first_before_others(lambda: build_setup(config, device))
+    run.config = config = setup.resolved(config)
+    run.check(device, setup.fingerprints)
+    shard_models(config, setup, device)
+    start = run.saved("start")
+    if start is None:
+        under = conditions(config, device, run.ranks.count, setup.fingerprints)
+        if (kept := run.ranks.first(measured_before(run.folder, under))) is not None:
+            log.info("the reference's samples, their scores and the checks of the start are those of doctor")
+            start = kept["start"]
+            setup.scorers.load_state_dict(kept["scorers"])
+            load_library_state(kept["libraries"])
+    training = prepare_training(config, setup, run.ranks, start)
+    trainer = training.trainer
+    model = checkpointed(trainer.model.modules)
+    run.track(start=training, model=model, optimizer=trainer.optimizer, trainer=trainer, scorers=setup.scorers)
+    return TrainLoop(config, setup, training, run).work()
+
+
+class TrainLoop:
+    """The loop of one run, with everything around an update: rows, alerts, evaluations."""
+
+    def __init__(self, config: TrainConfig, setup: Setup, training: Training, run: Run) -> None:
+        self.config, self.setup, self.training, self.run = config, setup, training, run
+        self.trainer, self.ranks = training.trainer, run.ranks
+        self.scorers = setup.scorers
+        self.monitors = Monitors(
+            config,
+            coef=training.coef,
+            control=self.trainer.controller,
+            scores=training.reference_scores,
+            learning_rate=self.trainer.rate.peak,
+            from_reference=setup.reference_is_initial_policy,
+        )
+        run.track(monitors=self.monitors)
+
+    # ---- the loop
+
+    def work(self) -> dict[str, Any]:
+        """All updates, then the closing evaluation, `final/` and the summary."""
+        self.run.begin(self.config.updates)
+        self.announce()
+        kl = self.config.kl
+        table = ui.RunTable(self.config.updates, kl.target_value, kl.unit)
+        with ui.bar("update", self.config.updates, self.run.next_step - 1) as advance:
+            self.update_all(lambda row: advance(1, table.show(row)))
+            return self.finish()
+
+    def update_all(self, show: Callable[[dict[str, Any]], None]) -> None:
+        """The updates that are left; each row is shown."""
+        config, total = self.config, self.config.updates
+        began = time.perf_counter()
+        self.spare()
+        if 0 in self.run.spared and self.run.checkpoint is None:
+            self.run.save(0)
+        for step in self.run.steps():
+            events: list[Event] = []
+            self.scorers.begin(step, total)
+            evaluated = self.evaluate(step, events) if (step - 1) % self.training.plan.every == 0 else {}
+            try:
+                row, rollout, found = self.step(step)
+            except EngineFailed as error:
+                if step == self.run.next_step:  # nothing was done yet
+                    raise
+                self.run.save_sound(step - 1)
+                raise EngineFailed(f"{error}; {self.run.way_on()}") from error
+            row |= evaluated
+            row["alerts"], decision = self.monitors(row, events + found)
+            ended_by = None if decision is None else self.obey(decision, row)
+            self.note_best_checkpoint(row)
+            if step % config.tracking.samples_every == 0 or step in (1, total):
+                self.record_samples(step, rollout)
+            now = time.perf_counter()
+            row |= speed(row, now - began, config.rollout.batch_size, self.setup.policy.device)
+            row["time/elapsed_s"] = self.run.seconds
+            began = now
+            # A policy with a broken number is no checkpoint.
+            self.run.log(row, sound=not any(isinstance(event, UpdateSkipped | WeightsLost) for event in found))
+            show(row)
+            if step == self.run.next_step and (between := self.run.interval_seconds(row["time/step_s"])) >= LONG_S:
+                log.info(f"a checkpoint about every {duration(between)}")
+            for note in worded(found, notes=True):
+                log.info(f"update {step}: {note}")
+            for alert in row["alerts"]:
+                log.warning(f"update {step}: {alert}")
+            if ended_by:
+                self.run.stop(row, ended_by, episodes=row["episodes"])
+
+    def evaluate(self, step: int, events: list[Event]) -> dict[str, Any]:
+        """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
+        plan = self.training.plan
+        with ui.progress(f"evaluating on {plan.texts} texts and {plan.responses} responses"):
+            figures, samples = evaluate_policy(self.config, self.setup, plan, events, self.ranks, step)
+        for row in samples:
+            self.run.sample({"step": step} | row)
+        return figures
+
+    def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, list[Event]]:
+        """One update: its row, the rollout and its events. One that is not finite is left out."""
+        config, clock, trainer = self.config, self.training.clock, self.trainer
+        self.scorers.begin(step, config.updates)  # discards what an evaluation logged
+        with clock.timed("time/update_s"):
+            update = trainer.update(step)
+        rollout, events = update.rollout, update.events
+        row = update_row(update, config)
+        seconds = clock.read()
+        seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
+        if rollout.failures:
+            events.append(GoldFailed(rollout.failures[0]))
+        if not all(self.ranks.all(all_finite(map(local, trainer.trained)))):
+            events.append(WeightsLost())
+        row |= seconds | {
+            "step": step,
+            "episodes": step * config.rollout.batch_size,
+            **mean_metrics(self.ranks.all(self.scorers.logged_metrics())),
+            "dist/world_size": self.ranks.count,
+            "dist/held": held_share(trainer.trained),
+        }
+        row = self.ranks.first(row)  # times are those of the first process
+        if step <= config.ppo.value_warmup + 1:
+            check_first(row, float32=config.run.dtype == "float32")
+        return row, rollout, events
+
+    # ---- what the monitors decide
+
+    def obey(self, decision: Decision, row: dict[str, Any]) -> str | None:
+        """Go back to a checkpoint, with an alert in the row; returns the reason if the run must end.
+
+        For a KL above the ceiling: to the newest whose policy was below it, with beta doubled once more.
+        """
+        control, reason = self.trainer.controller, decision.reason
+        if decision.action == "stop":
+            return reason
+        # Regular ones only: others would make a resumed run differ.
+        found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
+        good = [c for c in found if self.run.is_regular(c.step)]
+        if ceiling := decision.name == "kl-above-ceiling":
+            key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
+            rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
+            below = {old["step"] - 1 for old in rows if old[key] < limit}  # row k + 1 measures checkpoint k
+            good = [c for c in good if c.step in below]
+        good = self.ranks.first(good)  # only its disk counts
+        if not good:
+            return f"{reason} in update {row['step']}, with no checkpoint to go back to"
+        raised = control.raised
+        self.go_back(good[-1])
+        if ceiling and not control.raise_beta(ROLLBACK_RAISE * raised / control.raised):
+            return f"{reason}, and beta {control.beta:.4g} cannot be raised"
+        row["kl/coef_next"] = control.beta
+        row["alerts"].append(self.monitors.rolled_back(decision, good[-1].step, control.beta))
+        return None
+
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Restore everything that learns; the count of updates goes on."""
+        adaptive = self.trainer.rate.adaptive
+        factor = 1.0 if adaptive is None else adaptive.factor
+        self.run.restore(checkpoint, ("model", "optimizer", "trainer", "scorers"))
+        if adaptive is not None:  # a rate that was too high stays lower
+            adaptive.factor = min(factor, adaptive.factor)
+
+    def note_best_checkpoint(self, row: dict[str, Any]) -> None:
+        """Remember the checkpoint that the row measures, if it is the best, regular or the last, and still there."""
+        best = self.monitors.better_checkpoint(row)
+        if best and not self.run.is_regular(best["step"]) and best["step"] < self.config.updates:
+            return
+        if best and any(c.step == best["step"] for c in checkpoints(self.run.folder.checkpoints)):
+            self.monitors.best_checkpoint = best
+            self.spare()
+
+    def spare(self) -> None:
+        """Keep the checkpoints that are needed beside the newest: the start for a rollback, and the best."""
+        ceiling, best = self.config.kl.ceiling, self.monitors.best_checkpoint
+        start = [0] if ceiling is not None and ceiling.action == "rollback" else []
+        self.run.spared = start + ([best["step"]] if best is not None else [])
+
+    def record_samples(self, step: int, rollout: RolloutBatch) -> None:
+        """Record some responses of the update token by token."""
+        logged = self.ranks.all(self.scorers.logged_columns(len(rollout) // self.ranks.count))
+        names = [name for name in logged[0] if all(name in each for each in logged)]
+        extra = {name: [value for each in logged for value in each[name]] for name in names}
+        for row in sample_rows(step, rollout, self.setup.tokenizer, self.scorers.column_names, extra):
+            self.run.sample(row)
+
+    # ---- the beginning and the end
+
+    def announce(self) -> None:
+        """Show the sizes of the run, its KL target and its warnings, before it starts."""
+        config, control = self.config, self.trainer.controller
+        batch, kl = config.rollout.batch_size, config.kl
+        log.info(
+            f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
+            f"{size_words(self.setup.policy.module)}, learning rate {self.trainer.rate.peak:.3g}"
+        )
+        low, high = control.beta_range(config.controlled_updates, batch)
+        reported = "" if control.adjusts else " (only reported)"
+        ceiling = "no ceiling" if kl.ceiling_value is None else f"ceiling {kl.ceiling_value:g}"
+        course = f"stays at {control.beta:.4g}"
+        if low != high:
+            course = f"starts at {control.beta:.4g} and can move between {low:.3g} and {high:.3g}"
+        log.info(
+            f"KL target {kl.target_value:g} nats per {kl.unit}{reported}, {ceiling}; "
+            f"{kl.controller.kind} controller: beta {course}"
+        )
+        log.info(self.training.plan.words(config.updates))
+        log.info(self.run.interval_words())
+        events = control.start_events(config.controlled_updates, batch)
+        events += self.training.reference_scores.start_events()
+        for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:
+            log.warning(warning)
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate once more, write `final/` and the summary."""
+        # From the file: a resumed run has not seen all rows.
+        rows = [row for row in read_jsonl(self.run.folder.metrics) if is_update(row)]
+        step = self.config.updates
+        self.scorers.begin(step + 1, self.config.updates)
+        events: list[Event] = []
+        evaluated = self.evaluate(step + 1, events)
+        for alert in worded(events):
+            log.warning(alert)
+        # The policy after the last update is the one that would sample the next row.
+        row = {"step": step + 1, "episodes": step * self.config.rollout.batch_size, **evaluated}
+        self.run.log(row)
+        self.note_best_checkpoint(row | {"kl/error": rows[-1]["kl/error"] if rows else None})
+        card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
+        with ui.progress("writing final/"):
+            write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
+        closing = closing_figures([*rows, row], self.config.kl.unit)
+        return self.run.finish(
+            steps=step,
+            episodes=step * self.config.rollout.batch_size,
+            final=(rows[-1] if rows else {}) | evaluated,
+            best=self.monitors.best,
+            best_checkpoint=self.monitors.best_checkpoint,
+            control=control_figures(rows, self.config.kl),
+            closing=closing,
+            score_error=score_error(rows),
+            tilt_share=self.tilt_share(closing),
+            reference=self.training.reference_scores.summary(),
+            starting_coef=self.training.coef,
+            learning_rate=self.trainer.rate.peak,
+            stopped_by=None,
+        )
+
+    def tilt_share(self, closing: Mapping[str, StartEnd]) -> float | None:
+        """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
+
+        The tilt is the best that any policy can do at that KL, so 1 is the limit.
+        """
+        scores = self.training.reference_scores
+        kl, shaped = (closing.get(name, (None, None))[1] for name in ("kl_sequence", "scores_shaped"))
+        limit = None if kl is None else scores.most_gain(kl)
+        return (shaped - scores.mean) / limit if limit and shaped is not None else None
+
+
+def evaluate_policy(
+    config: TrainConfig,
+    setup: Setup,
+    plan: EvalPlan,
+    events: list[Event],
+    ranks: Ranks | None = None,
+    step: int = 1,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
+
+    `events` gets what is left out. Each of several processes reads its part.
+    """
+    ranks = ranks or Ranks()
+    prompts, firsts = asked(setup.heldout.batch(1, rows=plan.responses))
+    texts, rows = ranks.mine(setup.texts[: plan.texts]), ranks.mine(range(len(prompts)))
+
+    same = step == 1 and setup.reference_is_initial_policy  # then the first row has the reference's figures
+    other_start = step == 1 and not same
+
+    model_and_data = (setup.policy, setup.reference, prompts, rows, config.run.seed, setup.sampling, setup.tokenizer)
+    size = rows_at_once(config.rollout.batch_size // ranks.count, prompts, setup.sampling)
+
+    def evaluate() -> tuple[list[TextSums], tuple[Samples, Samples]]:
+        models = [setup.policy, setup.reference] if other_start else [setup.policy]
+        with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
+            sums = [text_sums(model, setup.tokenizer, texts) for model in models]
+            options: dict[str, Any] = {"batch_size": size, "cached": setup.cached, "same": same, "firsts": firsts}
+            return sums, policy_samples(*model_and_data, setup.scorers, **options)
+
+    sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
+    every = tuple(map(Samples.joined, zip(*samples, strict=True)))
+    own, other = (each.pick(firsts) for each in every)
+    by_model = list(zip(*sums, strict=True))
+    text, *of_reference = map(perplexity_of, by_model)
+    figures = figures_of(own, other, events)
+    names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
+    row: dict[str, Any] = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
+    row["eval/documents"] = text.documents
+    row |= {f"eval/{name}": figures[name] for name in names}
+    errors = errors_of(own) | text_errors(by_model[0])
+    row |= {f"eval/{name}_stderr": errors[name] for name in ("perplexity", "scores", "gold", "kl_token")}
+    for perplexity in of_reference:
+        row["eval/reference_perplexity"] = perplexity.perplexity
+        row["eval/reference_distinct_2"] = distinct_2(other.texts)
+    at_start, columns = every[1] if step == 1 else None, setup.scorers.column_names
+    return row, heldout_rows(prompts, firsts, setup.tokenizer, every[0], at_start, columns)

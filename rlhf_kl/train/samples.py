@@ -1,0 +1,93 @@
+"""Rows of `samples.jsonl`: responses token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_kl.ppo.heldout_samples import SHOWN, Samples, from_median, token_rows
+from rlhf_kl.report.texts import HELD_OUT
+from rlhf_kl.rewards.scorer import GOLD, REWARD
+from rlhf_kl.types import Prompts, RolloutBatch
+
+IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
+BY_KL = 2  # those whose own KL is largest
+
+
+def sample_rows(
+    step: int,
+    rollout: RolloutBatch,
+    tokenizer: Any,
+    columns: Sequence[str] = (),
+    extra: Mapping[str, Sequence[Any]] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The first responses of the batch, then those with the largest KL; `chosen` is the reason.
+
+    `columns`: data columns that scorers read; `extra`: values that scorers logged for each response.
+    """
+    of_tokens = (rollout.response_ids, rollout.logprobs, rollout.ref_logprobs, rollout.exact_kl)
+    first = list(range(min(IN_ORDER, len(rollout))))
+    ranked = rollout.exact_kl.sum(1).argsort(descending=True, stable=True).tolist()
+    for chosen, rows in (("first", first), ("largest kl", [i for i in ranked if i not in first][:BY_KL])):
+        for i in rows:
+            yield {
+                "step": step,
+                "prompt": rollout.prompts[i],
+                **_columns(rollout.rows[i], columns, {name: values[i] for name, values in (extra or {}).items()}),
+                "response": rollout.responses[i],
+                "chosen": chosen,
+                "score": score_at(rollout.scores.get(REWARD, ()), i),
+                "gold": score_at(rollout.scores.get(GOLD, ()), i),
+                "kl": float(rollout.exact_kl[i].sum()),
+                "tokens": token_rows(tokenizer, *(column[i][rollout.mask[i]].tolist() for column in of_tokens)),
+            }
+
+
+def heldout_rows(
+    prompts: Prompts,
+    firsts: Sequence[int],
+    tokenizer: Any,
+    own: Samples,
+    other: Samples | None,
+    columns: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """What the policy answers to the first held-out prompts, and where it is given what the reference answers.
+
+    `prompts`, `firsts`: of `asked`. Of all responses to a prompt the one of the median score is shown, with the mean
+    score; where none or one is scored, the first.
+    """
+    ends = [*firsts[1:], len(prompts)]
+
+    def response(samples: Samples, i: int, with_tokens: bool = False) -> dict[str, Any]:
+        every = range(firsts[i], ends[i])
+        scores = [math.nan if (score := score_at(samples.scores, j)) is None else score for j in every]
+        order = from_median(scores)
+        j = every[order[0] if order[1:] else 0]
+        row = {"response": samples.texts[j], "score": score_at(samples.scores, j), "gold": score_at(samples.gold, j)}
+        if order[1:]:
+            row |= {"score_mean": fmean(scores[k] for k in order), "of": len(order)}
+        return row | ({"kl": samples.kl[j], "tokens": token_rows(tokenizer, *samples.tokens[j])} if with_tokens else {})
+
+    # One prompt that stands for several is shown once.
+    texts = dict.fromkeys(prompts.texts[first] for first in firsts[:SHOWN])
+    return [
+        {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompts.rows[firsts[i]], columns, {})}
+        | response(own, i, with_tokens=True)
+        | ({"reference": response(other, i)} if other is not None else {})
+        for i, prompt in enumerate(texts)
+    ]
+
+
+def score_at(scores: Sequence[float] | Tensor, row: int) -> float | None:
+    """A score of many; None where there is none."""
+    score = float(scores[row]) if row < len(scores) else math.nan
+    return None if math.isnan(score) else score
+
+
+def _columns(row: Mapping[str, Any], names: Sequence[str], logged: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    shown = {**{name: row[name] for name in names if name in row}, **logged}
+    return {"columns": {name: str(value) for name, value in shown.items()}} if shown else {}

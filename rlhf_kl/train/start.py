@@ -1,0 +1,234 @@
+"""Before the first update: the reference is sampled, the start checked, scores scaled and beta computed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rlhf_kl import ui
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.control import adjusts
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.errors import InputError
+from rlhf_kl.models.value import ActorCritic
+from rlhf_kl.ops.advantages import ADVANTAGES
+from rlhf_kl.ppo.checks import CHECKED_TOKENS, check_start, checked_prompts
+from rlhf_kl.ppo.reference import (
+    PLANS,
+    ReferenceSamples,
+    ReferenceScores,
+    SolvedCoef,
+    reference_responses,
+    sample_prompts,
+    sample_rounds,
+    score_samples,
+)
+from rlhf_kl.ppo.rollout import draw, measure, response_layout, rows_at_once, sample
+from rlhf_kl.ppo.states import ReferenceStates
+from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.run.log import Clock
+from rlhf_kl.seeding import library_state_kept, uniforms
+from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
+from rlhf_kl.shell import shell_command
+from rlhf_kl.train.device import LAUNCH
+from rlhf_kl.train.plan import EvalPlan, plan_evaluations
+from rlhf_kl.train.setup import Setup, build_trainer
+from rlhf_kl.types import Responses, Sampled
+from rlhf_kl.ui import log
+
+TRIED = 2  # responses, or all to one prompt
+MANY_EMPTY = 0.5  # share of the reference's responses: then a run has hardly a signal
+
+
+@dataclass
+class Training:
+    """A trainer, and the figures from before its first update."""
+
+    trainer: PPOTrainer
+    reference_scores: ReferenceScores
+    shaping: ScoreShaping
+    coef: float  # the starting beta
+    plan: EvalPlan
+    clock: Clock
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `prepare_training` takes in place of a new measurement."""
+        scores, shaping = vars(self.reference_scores), vars(self.shaping)
+        return {"coef": self.coef, "reference_scores": scores, "shaping": shaping, "plan": vars(self.plan)}
+
+
+def prepare_training(
+    config: TrainConfig, setup: Setup, ranks: Ranks | None = None, saved: dict[str, Any] | None = None
+) -> Training:
+    """The trainer of a run. `saved`: the figures from before its first update, as in `Training.state_dict`.
+
+    Errors: GuardStop, InputError from the checks at the start.
+    """
+    ranks, before = ranks or Ranks(), None
+    if saved is None:
+        with unsharded(*setup.sharded):
+            scores, shaping = score_reference(config, setup, ranks)
+        coef, note, _ = starting_coef(config, scores)
+        if note:
+            log.info(note)
+    else:
+        scores = ReferenceScores(**saved["reference_scores"])
+        shaping = ScoreShaping(**saved["shaping"])
+        coef, before = saved["coef"], EvalPlan(**saved["plan"])
+    plan, clock = plan_evaluations(config, setup, scores, before), Clock()
+    trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
+    with contextlib.suppress(InputError):
+        solved = solved_coef(config, scores)
+        trainer.controller.solved = (solved.coef, solved.known) if solved.known else None
+    setup.scorers.state_dict()  # fails now, not at the first checkpoint
+    return Training(trainer, scores, shaping, coef, plan, clock)
+
+
+def check_sizes(config: TrainConfig, processes: int) -> None:
+    """Errors: InputError if the config's sizes, totals over all processes, cannot be divided among them."""
+    rollout = config.rollout
+    if rollout.engine is not None and processes > 1:
+        raise InputError(f"rollout.engine: {rollout.engine} works in one process; null samples on all of them")
+    if config.reference_samples < processes:
+        raise InputError(f"rollout.reference_samples: {config.reference_samples} are too few for {processes} processes")
+    for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):
+        if shard and processes == 1:
+            raise InputError(f"{section}.shard: needs several processes: {LAUNCH}")
+        if shard and not can_shard():
+            needed = ".".join(map(str, OLDEST_TORCH))
+            raise InputError(f"{section}.shard: torch {needed} or newer is needed")
+    wanted = {
+        "rollout.batch_size": (rollout.batch_size, processes * rollout.samples_per_prompt),
+        "ppo.minibatch_size": (config.minibatch_size, processes * config.rows_together),
+    }
+    if problems := [
+        f"{key}: {size} is not a multiple of {unit}: {processes} processes share it"
+        + (f", {rollout.samples_per_prompt} responses a prompt" if unit > processes else "")
+        for key, (size, unit) in wanted.items()
+        if size % unit
+    ]:
+        raise InputError(*problems)
+
+
+def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[ReferenceScores, ScoreShaping]:
+    """Sample the reference, check the start, and fit the score's scale. Equal scores call for more samples."""
+    section = config.reward
+    shaping = ScoreShaping(
+        clip=section.clip,
+        missing_eos_penalty=section.missing_eos_penalty,
+        length_penalty=section.length_penalty,
+        repetition_penalty=section.repetition_penalty,
+    )
+    ranks.run(lambda: check_policy(config, setup))
+    ranks.run(lambda: try_reward(config, setup), scores=True)
+
+    def are_enough(samples: ReferenceSamples) -> bool:
+        with contextlib.suppress(InputError):  # which is raised below if more samples do not help
+            scores, _ = samples.shaped(shaping, normalize=section.normalize)
+            # A controller expects the beta that holds the target near the solved one, also if another start is written.
+            solve = solved_coef if adjusts(config.kl.controller.kind) else starting_coef
+            return scores.are_enough(lambda some: solve(config, some)[0])
+        return False
+
+    with ui.progress("sampling the reference", config.reference_samples // ranks.count) as advance:
+        for samples, complete in sample_references(config, setup, ranks, advance):
+            if complete and not len(samples.scores):
+                raise InputError("reward: returned None for all reference samples")
+            if samples.spread and (complete or are_enough(samples)):
+                break
+    empty = float((samples.traits.lengths <= 1).float().mean())
+    if empty > MANY_EMPTY:
+        log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
+    for failure in samples.failures[:1]:
+        log.warning(f"{failure}: the reference has no true score")
+    return samples.shaped(shaping, normalize=section.normalize)
+
+
+def sample_references(
+    config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
+) -> Iterator[tuple[ReferenceSamples, bool]]:
+    """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
+    drawn = list[ReferenceSamples]()
+    size = rows_at_once(config.rollout.batch_size // ranks.count, setup.prompts.table, setup.sampling)
+    seed = config.run.seed
+
+    def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:
+        def batches() -> Iterator[tuple[Responses, Sampled]]:
+            options = setup.sampling, setup.tokenizer, seed, mine, size, number
+            for responses, sampled in reference_responses(setup.reference, setup.prompts, groups, *options):
+                yield responses, sampled
+                advance(len(responses.texts))
+
+        return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
+
+    for number in range(PLANS):
+        groups = sample_prompts(len(setup.prompts), config.reference_samples, seed, number)
+        rounds = sample_rounds(groups)
+        for rows in rounds:
+            draw = partial(sample, groups, ranks.mine(rows), number)
+            drawn += ranks.all(ranks.run(draw, scores=True))
+            yield ReferenceSamples.concat(drawn), rows is rounds[-1]
+
+
+def check_policy(config: TrainConfig, setup: Setup) -> None:
+    """The fatal checks, on samples of the starting policy."""
+    prompts = checked_prompts(setup.prompts)
+    sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
+    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
+    sampled = draw(setup.policy, prompts, noise, sampling)
+    layout = response_layout(prompts, sampled)
+    plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
+    stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
+    results = check_start(
+        setup.policy,
+        setup.reference,
+        sampled,
+        stats,
+        reference_is_initial_policy=setup.reference_is_initial_policy,
+        float32=config.run.dtype == "float32",
+    )
+    log.info("start checked: " + ", ".join(results))
+    if not setup.reference_is_initial_policy:
+        kl = float(stats.exact_kl[sampled.mask].mean())
+        words = f"the policy begins with other weights than its reference, at about {kl:.3g} nats per token"
+        far = config.kl.unit == "token" and adjusts(config.kl.controller.kind) and kl > config.kl.target_value
+        advice = (
+            ": to come down to the target it gives up what it has learned; reference.model=null keeps it near its start"
+        )
+        log.log(logging.WARNING if far else logging.INFO, words + advice * far)
+
+
+def try_reward(config: TrainConfig, setup: Setup) -> None:
+    """Score a few short responses of the starting policy: a reward that fails does so before many are drawn.
+
+    It changes no state. Errors: InputError from the reward.
+    """
+    prompts = setup.prompts.batch(1, rows=max(TRIED, config.rollout.samples_per_prompt))
+    sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
+    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "reward tried")
+    with library_state_kept(), setup.scorers.kept():
+        responses, _ = sample(setup.policy, prompts, noise, sampling, setup.tokenizer)
+        setup.scorers.trained(responses)
+    setup.scorers.begin(1, config.updates)  # clears what it logged
+
+
+def starting_coef(config: TrainConfig, scores: ReferenceScores) -> SolvedCoef:
+    """The starting beta: the config's, or the beta at which tilted reference samples have the target KL."""
+    written = config.kl.controller.coef
+    return solved_coef(config, scores) if isinstance(written, str) else SolvedCoef(written)
+
+
+def solved_coef(config: TrainConfig, scores: ReferenceScores) -> SolvedCoef:
+    """The beta at which tilted reference samples have the target KL.
+
+    Errors: InputError as `ReferenceScores.solve`.
+    """
+    estimator = ADVANTAGES[config.ppo.advantage]
+    budget = config.kl.target_value * (scores.length if config.kl.unit == "token" else 1.0)
+    solved = scores.solve(budget, scaled=estimator.options(config.ppo).get("scale_by_group_std", False))
+    return solved._replace(coef=solved.coef * estimator.weight(config.rollout.samples_per_prompt))

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_kl.config.resolve import load_config
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.training import PromptsSection
+from rlhf_kl.data import rows as read
+from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
+from rlhf_kl.data.rows import Example, Labelled, Pair
+from rlhf_kl.data.sets import divided, drawn
+from rlhf_kl.errors import InputError
+from rlhf_kl.templates import fill, template_fields
+from tests.made import problem
+
+USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def read_texts(rows: Any, column: str, template: str | None, where: str) -> Any:
+    return read.read_texts(rows, where, column, template)
+
+
+def read_prompts(rows: Any, column: str, where: str, *, chat: bool) -> Any:
+    return read.read_prompts(rows, where, PromptsSection(prompts="f", column=column, chat_template=chat))
+
+
+def read_examples(rows: Any, prompt: str | None, response: str, where: str, *, chat: bool = False) -> Any:
+    columns = {"prompt_column": prompt, "response_column": response}
+    return read.read_examples(rows, where, SFTDataSection(texts="f", chat_template=chat, **columns))
+
+
+def read_pairs(rows: Any, prompt: str | None, chosen: str, rejected: str, where: str, *, chat: bool = False) -> Any:
+    columns = {"prompt_column": prompt, "chosen_column": chosen, "rejected_column": rejected}
+    return read.read_pairs(rows, where, PairsSection(pairs="f", chat_template=chat, **columns))
+
+
+def read_labels(rows: Any, text: str, label: str, where: str) -> Any:
+    return read.read_labels(rows, where, PairsSection(labels="f", text_column=text, label_column=label))
+
+
+def test_a_template_takes_columns_by_name() -> None:
+    assert template_fields("TITLE: {title}\nPOST: {post} {title} {{x}}") == ["title", "post"]
+    assert fill("{title}: {n} {{x}}", {"title": "{T}", "n": 3}, "row 1") == "{T}: 3 {x}"
+
+
+@pytest.mark.parametrize("template", ["plain", "{", "{}", "{0.x}", "{a[b]}", "{a!r}", "{a:>9}", "{{a}}"])
+def test_texts_that_are_no_templates(template: str) -> None:
+    with pytest.raises(ValueError, match=r"column|brace|\{"):
+        template_fields(template)
+
+
+def test_a_lone_brace_is_a_problem_of_its_key() -> None:
+    with pytest.raises(InputError, match=r"^data\.template is no template: Single '\{'"):
+        load_config("train", "smoke.yaml", ["data.template='{'"])
+
+
+def test_a_template_that_does_not_fit_its_row() -> None:
+    assert "no column 'titel'; did you mean title?" in problem(fill, "{titel}", {"title": "T"}, "row 1")
+    assert "title is null, not text" in problem(fill, "{title}", {"title": None}, "row 1")
+    assert "title is list, not text" in problem(fill, "{title}", {"title": []}, "row 1")
+
+
+def test_texts_come_from_a_column_or_a_template() -> None:
+    rows = [{"a": "x", "b": "1"}, {"a": "y", "b": "2"}]
+    assert read_texts(rows, "a", None, "data.texts") == (["x", "y"], "")
+    assert read_texts(rows, "a", "{b}{a}", "data.texts") == (["1x", "2y"], "")
+
+
+NULLS: list[dict[str, Any]] = [{"a": text} for text in ("x", None, " \n", None, "y")]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda rows: read_texts(rows, "a", None, "f"),
+        lambda rows: read_prompts(rows, "a", "f", chat=False),
+        lambda rows: read_labels([row | {"y": 1} for row in rows], "a", "y", "f"),
+    ],
+)
+def test_null_and_empty_rows_are_left_out_counted_and_named(read: Any) -> None:
+    items, left_out = read(NULLS)
+    assert [getattr(item, "text", item) for item in items] == ["x", "y"]
+    assert left_out == "f: 3 of 5 rows left out: 2 with null (rows 2, 4); 1 with an empty text (row 3)"
+    assert "none of 3 rows can be used: 2 with null (rows 1, 3); 1 with an empty text (row 2)" in problem(
+        read, NULLS[1:4]
+    )
+
+
+def test_null_is_left_out_wherever_a_text_or_a_label_is_read() -> None:
+    rows = [{"p": "q", "r": "a", "s": "b"}, {"p": None, "r": "a", "s": "b"}, {"p": "q", "r": None, "s": "b"}]
+    left_out = "f: 2 of 3 rows left out: 2 with null (rows 2, 3)"
+    assert read_texts(rows, "p", "{p}: {r}", "f")[1] == left_out
+    assert read_examples(rows, "p", "r", "f")[1] == left_out
+    assert read_pairs(rows, "p", "s", "r", "f")[1] == left_out
+    labels = [{"t": "a", "y": None}, {"t": "b", "y": 0}]
+    assert read_labels(labels, "t", "y", "f") == ([Labelled("b", 0)], "f: 1 of 2 rows left out: 1 with null (row 1)")
+
+
+PARTS = [{"type": "text", "text": "why"}, {"type": "text", "text": "?"}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
+def test_parts_of_text_are_joined_and_what_cannot_be_used_is_named() -> None:
+    rows = [
+        {"p": [{"role": "user", "content": PARTS}]},
+        {"p": [SYSTEM, {"role": "user", "content": PARTS}]},
+        {"p": [{"role": "user", "content": [*PARTS, {"type": "image", "image": "x.png"}]}]},
+        {"p": [USER, CALL, {"role": "tool", "content": "3"}]},
+        {"p": [USER, {"role": "function", "content": "3"}]},
+        {"p": [{"role": "user", "content": None}]},
+        {"p": [{"role": "user", "content": []}]},
+    ]
+    items, left_out = read_prompts(rows, "p", "f", chat=True)
+    assert items[0] == ("why?", rows[0], (("user", "why?"),))
+    assert items[1].messages == (("system", "be brief"), ("user", "why?"))
+    assert left_out == (
+        "f: 5 of 7 rows left out: 3 with a message that is not text alone (rows 3, 4, 6); "
+        "1 with roles out of turn: user, function (row 5); 1 with an empty text (row 7)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER], ("why?", None)),
+        ([USER, ASSISTANT], ("why?", "so.")),
+        ([ASSISTANT], (None, "so.")),
+        ([USER, USER], "roles out of turn: user, user"),
+        ([SYSTEM], "roles out of turn: system"),
+        ([SYSTEM, ASSISTANT], "roles out of turn: system, assistant"),
+        ([{"role": "tool", "content": "x"}, ASSISTANT], "roles out of turn: tool, assistant"),
+        ([USER, ASSISTANT, USER], ([USER, ASSISTANT, USER], None)),
+        ([USER, ASSISTANT, USER, ASSISTANT], ([USER, ASSISTANT, USER], "so.")),
+        ([{"role": "developer", "content": "x"}, USER], ([{"role": "developer", "content": "x"}, USER], None)),
+        ([SYSTEM, {"role": "developer", "content": "x"}, USER], "roles out of turn: system, developer, user"),
+        ([SYSTEM, USER], ([SYSTEM, USER], None)),
+        ([SYSTEM, USER, ASSISTANT], ([SYSTEM, USER], "so.")),
+    ],
+)
+def test_a_conversation_is_split_before_its_last_answer(messages: list[dict[str, Any]], expected: Any) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(Unusable, match=expected):
+            split_conversation(messages)
+        return
+    prompt, answer = expected
+    if isinstance(prompt, list):
+        prompt = tuple((turn["role"], turn["content"]) for turn in prompt)
+    assert split_conversation(messages) == (prompt, answer)
+
+
+def test_a_conversation_is_a_text_too() -> None:
+    turns = (("user", "why?"), ("assistant", "so."), ("user", "no"))
+    assert plain_text(turns) == "user: why?\n\nassistant: so.\n\nuser: no"
+    assert plain_text("why?") == "why?"
+
+
+def test_prompts_of_several_turns_need_a_chat_template() -> None:
+    rows = [{"p": "q"}, {"p": [USER, ASSISTANT]}, {"p": [USER, ASSISTANT, USER]}, {"p": [ASSISTANT]}]
+    plain, _ = read_prompts(rows, "p", "data.prompts", chat=False)
+    assert [row.text for row in plain] == ["q", "why?"]
+    items, left_out = read_prompts(rows, "p", "data.prompts", chat=True)
+    assert left_out == "data.prompts: 1 of 4 rows left out: 1 with no prompt (row 4)"
+    assert [len(row.messages) for row in items] == [0, 1, 3]
+    assert "none of 2 rows can be used: 1 with several turns without data.chat_template (row 1)" in problem(
+        read_prompts, rows[2:], "p", "data.prompts", chat=False
+    )
+
+
+def test_examples_of_columns_and_of_conversations() -> None:
+    rows = [{"p": "q", "r": "a"}, {"p": "ignored", "r": [USER, ASSISTANT]}, {"p": "x", "r": [USER, ASSISTANT, USER]}]
+    found, left_out = read_examples(rows, "p", "r", "data.texts")
+    assert found == [Example("q", "a"), Example("why?", "so.")]
+    assert left_out == "data.texts: 1 of 3 rows left out: 1 with no answer at the end (row 3)"
+    assert "has no prompt" in problem(read_examples, rows[:1], None, "r", "data.texts")
+    assert "none of 1 rows can be used" in problem(read_examples, rows[2:], "p", "r", "data.texts")
+    several = [{"p": [USER, ASSISTANT, USER], "r": "a"}, {"p": [USER], "r": [ASSISTANT]}]
+    items, left_out = read_examples(several, "p", "r", "data.texts", chat=True)
+    assert [example.response for example in items] == ["a", "so."]
+    assert (len(items[0].prompt), items[1].prompt, left_out) == (3, "why?", "")
+    assert read_examples(several, "p", "r", "data.texts")[0] == [Example("why?", "so.")]
+    whole = [{"r": [SYSTEM, USER, ASSISTANT]}]
+    assert read_examples(whole, None, "r", "data.texts", chat=True)[0][0].response == "so."
+
+
+def test_pairs_of_columns_conversations_and_whole_texts() -> None:
+    columns = [{"prompt": "q", "c": "good", "r": "bad"}, {"prompt": "q", "c": "same", "r": "same"}]
+    left_out = "data.pairs: 1 of 2 rows left out: 1 with equal responses (row 2)"
+    assert read_pairs(columns, "prompt", "c", "r", "data.pairs") == ([Pair("q", "good", "bad")], left_out)
+    chats = [{"c": [USER, ASSISTANT], "r": [USER, {"role": "assistant", "content": "no."}]}]
+    assert read_pairs(chats, None, "c", "r", "data.pairs")[0] == [Pair("why?", "so.", "no.")]
+    other = {"role": "user", "content": "how?"}
+    longer = [{"c": [USER, ASSISTANT, other, ASSISTANT], "r": [USER, ASSISTANT, other, chats[0]["r"][1]]}]
+    items, left_out = read_pairs(longer, None, "c", "r", "data.pairs", chat=True)
+    assert items == [Pair((("user", "why?"), ("assistant", "so."), ("user", "how?")), "so.", "no.")]
+    assert left_out == ""
+    assert "none of 1 rows" in problem(read_pairs, longer, None, "c", "r", "data.pairs")
+    unlike = [{"c": [USER, ASSISTANT], "r": [other, ASSISTANT]}]  # answers to different questions are no pair
+    assert "none of 1 rows" in problem(read_pairs, unlike, None, "c", "r", "data.pairs", chat=True)
+    whole = [{"c": "Human: why? Assistant: so.", "r": "Human: why? Assistant: no."}, {"c": "x", "r": "y"}]
+    expected = [Pair("Human: why? Assistant: ", "so.", "no."), Pair("", "x", "y")]
+    assert read_pairs(whole, None, "c", "r", "data.pairs")[0] == expected
+
+
+def test_labels_are_0_and_1() -> None:
+    rows = [{"t": "a", "y": 1}, {"t": "b", "y": True}, {"t": "c", "y": "0"}]
+    assert read_labels(rows, "t", "y", "data.labels")[0] == [Labelled("a", 1), Labelled("b", 1), Labelled("c", 0)]
+    for value in ("positive", 0.5, float("nan"), [1]):
+        assert "y is" in problem(read_labels, [{"t": "a", "y": value}], "t", "y", "data.labels")
+
+
+def test_one_key_in_twenty_is_kept_apart_with_all_its_rows() -> None:
+    rows = [(i % 60, i) for i in range(120)]
+    train, kept = divided("data.pairs", rows, None, lambda row: row[0])
+    assert len({row[0] for row in kept}) == 3
+    assert len(kept) == 6
+    assert divided("data.pairs", rows, None, lambda row: row[0]) == (train, kept)
+    assert sorted(train + kept) == sorted(rows)
+    with pytest.raises(InputError, match="19 different rows are too few"):
+        divided("data.pairs", list(range(19)) * 5, None, lambda row: row)
+
+
+def test_rows_that_are_drawn_come_from_all_of_a_sorted_file() -> None:
+    labels = [0] * 500 + [1] * 500
+    assert 35 < sum(drawn(labels, 100)) < 65
+    rows = list(range(1000))
+    some = drawn(rows, 100)
+    assert some == sorted(set(some)) == drawn(rows, 100)
+    assert drawn(rows, None) == drawn(rows, 1000) == rows
+    _, kept = divided("data.texts", labels + rows[2:], None, lambda row: row)
+    assert max(kept) - min(kept) > 500
+
+
+def test_rows_of_held_out_keys_are_left_out() -> None:
+    assert divided("data.texts", [1, 2, 3, 2], [2], lambda row: row) == ([1, 3], [2])
+    with pytest.raises(InputError, match="every row"):
+        divided("data.texts", [2, 2], [2], lambda row: row)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.report.charts import _total_reward, target_charts
+from rlhf_kl.report.comparison import Comparison, read_comparison
+from rlhf_kl.report.side_by_side import write_comparison
+from rlhf_kl.report.sweep import sweep_of
+from rlhf_kl.report.verdict import judge
+from tests.runs import Rows, Write
+
+Grid = Callable[..., Comparison]
+
+
+def test_variants_families_and_figures_follow_from_configs_and_rows(grid: Grid) -> None:
+    comparison = grid(seeds=2)
+    assert [variant.name for variant in comparison.variants] == [
+        "adaptive-0.1x", "adaptive-1x", "static-0.1x", "static-1x", "static-10x",
+    ]  # fmt: skip
+    assert {name: len(members) for name, members in comparison.families.items()} == {"adaptive": 2, "static": 3}
+    assert (comparison.target, comparison.unit, comparison.seeds) == (0.1, "token", [0, 1])
+    [note] = comparison.notes  # the fixed ones follow the schedule
+    assert "is paced by their KL, that of static-0.1x, static-1x, static-10x is not" in note
+    assert [variant.name for variant in comparison.sweep] == ["static-0.1x", "static-1x", "static-10x"]  # by beta
+    document = comparison.to_json(["one", "two"])
+    assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "recommended", "notes"}
+    assert document["verdict"] == "one\ntwo"
+    static = document["variants"]["static-1x"]
+    assert set(static) == {"family", "seeds", "mean", "sd"}
+    keys = {"tail_error", "time_in_band", "peak", "kl", "scores", "gold", "perplexity"}
+    assert keys <= set(static["seeds"]["0"])
+    assert static["mean"]["kl"] == pytest.approx(0.1005)
+    assert static["sd"]["kl"] == pytest.approx(0.001 / math.sqrt(2))
+
+
+def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
+    comparison = grid(extra={"adaptive-0.1x": 0.2, "adaptive-1x": 0.4})
+    score, gold = comparison.equal_kl
+    assert [(e.points, e.curve, e.measure) for e in (score, gold)] == [
+        ("adaptive", "static", "scores_shaped"), ("adaptive", "static", "gold"),
+    ]  # fmt: skip
+    # The scores are sqrt(2 KL): straight over sqrt(KL), so that interpolation is exact.
+    assert score.mean == pytest.approx(0.3)
+    assert score.interval == pytest.approx((0.3, 0.3), abs=1e-9)
+
+
+def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> None:
+    comparison = grid(seeds=1)
+    assert len(read_comparison([tmp_path]).variants) == 5  # the folder of a comparison stands for its runs
+    assert [note.partition(":")[0] for note in comparison.notes] == ["not like for like"]
+    lines = judge(comparison)
+    assert lines[-1] == "1 seed: no difference can be judged. Two show a spread, five give an interval."
+    assert not any("at equal KL" in line for line in lines)
+    assert comparison.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
+    comparison = grid({"other": ("adaptive", 0.2, 0.1)}, seeds=2, updates={1: 40})
+    assert comparison.notes[0].startswith("the runs have between 40 and 60 updates: ")
+    assert "other-s1: unfinished: 40 of 60 updates" in comparison.notes
+    x, mean, low, high = comparison.variants[0].series("kl/token")  # ends where the shortest run does
+    assert (x[-1], mean[-1]) == (40.0, pytest.approx(0.1005))
+    assert high[-1] - low[-1] == pytest.approx(2 * 0.001 / math.sqrt(2))
+
+
+def test_perplexities_of_different_texts_have_a_note(write_run: Write, metrics_rows: Rows) -> None:
+    """With `eval.max_documents: auto` two runs may read other numbers of texts."""
+    paths = []
+    for name, documents in (("a", 8), ("b", 20)):
+        rows = metrics_rows([0.1] * 4)
+        rows[-1] |= {"eval/perplexity": 9.0, "eval/documents": documents}
+        paths.append(write_run(name, rows, config={"kl": {"target": 0.1 if name == "a" else 0.2}}))
+    (note,) = (note for note in read_comparison(paths).notes if "perplexities" in note)
+    assert note.endswith("texts of each run: a 8, b 20")
+    assert not [note for note in read_comparison(paths[:1]).notes if "perplexities" in note]
+
+
+def test_what_cannot_be_compared(write_run: Write, metrics_rows: Rows, tmp_path: Path) -> None:
+    rows = metrics_rows([0.1] * 4)
+    one, again = write_run("a", rows), write_run("b", rows)
+    with pytest.raises(InputError, match="are the same run: a, seed 0"):
+        read_comparison([one, again])
+    other = write_run("c", rows, config={"kl": {"unit": "sequence"}})
+    with pytest.raises(InputError, match="different units"):
+        read_comparison([one, other])
+    begun = read_comparison([write_run("begun"), write_run("d", rows, config={"kl": {"target": 0.2}})])
+    assert [variant.verdicts for variant in begun.variants] == [{"short": 1}] * 2
+    write_comparison(begun, tmp_path / "out", "early")
+    assert (tmp_path / "out" / "compare.html").read_text().count("<svg") == 2 + 4
+
+
+def test_scores_on_different_scales_are_not_compared(write_run: Write, metrics_rows: Rows) -> None:
+    paths = []
+    for name, kl, section in (("a-1", 0.1, {}), ("b-1", 0.05, {"clip": 3.0}), ("b-2", 0.2, {"clip": 3.0})):
+        config = {"reward": section, "kl": {"controller": {"kind": "fixed", "coef": kl}}}
+        paths.append(write_run(name, metrics_rows([kl] * 40), config=config))
+    comparison = read_comparison(paths)
+    assert comparison.equal_kl == []
+    assert "scores of a-1 and b-1 are not comparable at equal KL: reward.clip: 5.0 -> 3.0" in comparison.notes
+
+
+def test_a_sweep_of_targets_names_the_one_with_the_highest_gold(write_run: Write, metrics_rows: Rows) -> None:
+    paths = []
+    for target, golds in {0.05: (0.9, 1.1), 0.1: (2.6, 3.2), 0.2: (2.9, 3.1), 0.4: (-0.1, 0.1)}.items():
+        for seed, gold in enumerate(golds):
+            rows = [row | {"objective/gold": gold} for row in metrics_rows([target] * 30, target=target)]
+            config = {"run": {"seed": seed}, "kl": {"target": target}}
+            summary = {"reference": {"scores_shaped": 0.0}}
+            paths.append(write_run(f"target-{target}-s{seed}", rows, config=config, summary=summary))
+    comparison = read_comparison(paths)
+    lines = judge(comparison)
+    assert lines[0].startswith("Recommended target: 0.4 nats per token: the highest that was tried; no limit was met")
+    assert lines[1].endswith(" --set kl.target=0.4")
+    assert lines[2].endswith("The true score is highest (3.00) at 0.2.")
+    assert lines[3].startswith("KL targets per token: held by target-0.05, target-0.1, ")
+    score, perplexity, _ = target_charts(sweep_of(comparison))  # forgetting is unknown
+    assert [line.label for line in score.lines] == ["score", "true score"]
+    assert score.lines[1].x == [0.05, 0.1, 0.2, 0.4]
+    assert score.lines[1].y == pytest.approx([1.0, 2.9, 3.0, 0.0])
+    assert [line.y[0] for line in perplexity.lines[1:]] == pytest.approx([3.05, 2.5 * 3.05], rel=0.1)
+
+
+def test_the_total_reward_pays_for_the_kl() -> None:
+    """Gain sqrt(2 KL), the most that Gaussian scores allow: the total is highest at KL = 1 / (2 beta^2)."""
+    gains = [(kl, math.sqrt(2 * kl)) for kl in (0.5, 2.0, 8.0, 0.0, 50.0)]
+    chart = _total_reward(gains, (0.1, 0.25, 0.5, 1.0))
+    first, *others = chart.lines
+    assert (first.label, first.x) == ("beta 0.1", [0.0, 0.5, 2.0, 8.0, 50.0])
+    assert first.y == pytest.approx([math.sqrt(2 * kl) - 0.1 * kl for kl in first.x])
+    assert [(mark.x[0], mark.y[0]) for mark in others[::2]] == [(50.0, 5.0), (8.0, 2.0), (2.0, 1.0), (0.5, 0.5)]

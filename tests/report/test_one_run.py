@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_kl.errors import InputError
+from rlhf_kl.report.one_run import read_run
+from tests.runs import Rows, Write
+
+SIXTY = {"ppo": {"total_episodes": 3840}}
+
+
+def test_figures_of_a_finished_run(write_run: Write, metrics_rows: Rows) -> None:
+    rows = metrics_rows([0.0] * 10 + [0.2] * 10 + [0.1] * 40)
+    run = read_run(write_run("done", rows, config=SIXTY, summary={}))
+    assert (run.status, run.notes, len(run.updates), len(run.evaluations)) == ("finished", [], 60, 7)
+    figures = run.figures
+    assert figures["tail_error"] == pytest.approx(0.0)
+    assert figures["peak"] == pytest.approx(2.0)
+    assert figures["time_in_band"] == pytest.approx(40 / 46)
+    assert (figures["kl"], figures["kl_sequence"]) == (pytest.approx(0.1), pytest.approx(2.0))
+    assert figures["scores"] == pytest.approx(3.0)  # 1 + sqrt(2 * 2.0)
+    assert figures["score_gain"] == pytest.approx(2.0)
+    assert figures["gold_gain"] == pytest.approx(0.6)  # 0.5 * 2 - 0.1 * 4
+    assert figures["perplexity_cost"] == pytest.approx(3.1 / 3.0 - 1)
+
+
+def test_a_run_that_is_cut_off_and_one_that_a_guard_stopped(write_run: Write, metrics_rows: Rows) -> None:
+    folder = write_run("torn", metrics_rows([0.1] * 12, evaluated=False), samples=[])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "kl/tok')
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step"')
+    run = read_run(folder)
+    assert (len(run.updates), run.texts) == (12, [])
+    assert run.notes == [
+        "unfinished: 12 of 60 updates",
+        "fewer than two evaluations: the cost in perplexity is unknown",
+    ]
+    assert run.figures["perplexity"] is None
+    (folder / "summary.json").write_text('{"stopped_by": "KL above the ceiling"}')
+    run = read_run(folder)
+    assert (run.status, run.notes[0]) == ("stopped by a guard", "stopped by a guard: KL above the ceiling")
+
+
+def test_gains_are_over_the_reference_s_own_samples_or_else_the_first_update(
+    write_run: Write, metrics_rows: Rows
+) -> None:
+    summary, rows = {"reference": {"scores_shaped": -0.5, "gold": None}}, metrics_rows([0.1] * 60)
+    run = read_run(write_run("done", rows, config=SIXTY, summary=summary))
+    assert (run.gain("objective/scores_shaped"), run.gain("objective/gold")) == pytest.approx((2.5, 0.0))
+    other = read_run(write_run("other", rows, config=SIXTY | {"reference": {"model": "another/model"}}))
+    assert other.gain("objective/gold") is None
+
+
+def test_a_kl_that_was_not_finite(write_run: Write, metrics_rows: Rows) -> None:
+    rows = metrics_rows([0.1] * 60)
+    rows[59] |= {"kl/token": None, "kl/exact": None, "kl/sequence": None, "kl/error": None}
+    figures = read_run(write_run("nan", rows, config=SIXTY)).figures
+    assert figures["peak"] == float("inf")
+    assert figures["kl"] is None
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no run \(no config.yaml\)"):
+        read_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("sft: {epochs: 1}\n")
+    with pytest.raises(InputError, match="a run of `rlhf-kl sft`"):
+        read_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("kl: {target: -1.0}\n")
+    with pytest.raises(InputError, match=r"config.yaml: kl.target"):
+        read_run(tmp_path)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
+from rlhf_kl.config.schema.training import EvalSection, PromptsSection
+from rlhf_kl.data import sets
+from rlhf_kl.data.rows import Labelled, Pair, PromptRow, read_texts
+from rlhf_kl.errors import InputError
+from rlhf_kl.train.load import Loader
+from rlhf_kl.train.setup import build_prompts
+from rlhf_kl.train.world_files import World, with_files
+from rlhf_kl.types import Prompts, Responses
+from tests.made import Make, problem
+from tests.runs import jsonl
+
+SMALL = "builtin:reviews-small"
+HELD = EvalSection(texts="t.txt")
+
+
+@pytest.fixture
+def loader() -> Loader:
+    return Loader()
+
+
+def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: World) -> None:
+    config = with_files(TrainConfig.model_validate({"policy": {"model": SMALL}}))
+    assert config.policy.model == str(small_world.policy())
+    train, kept = sets.prompts(config.data, config.eval)
+    assert len(train) == 400
+    assert len(kept) == 64
+    assert not {row.text for row in train} & {row.text for row in kept}
+    read = partial(read_texts, column="text")
+    assert len(sets.load("eval.texts", config.eval.texts, "test", read)) == 60
+    assert len(sets.load("eval.texts", config.eval.texts, "test", read, 7)) == 7
+    scorers = loader.scorers(config.reward)
+    assert scorers.model is not None
+    assert scorers(answered("The hotel in Oslo:", "")).values["gold"].tolist() == [-4.0]
+
+
+@pytest.mark.parametrize("base", ["/home/ana/old/llama", "./llama"])
+def test_the_file_that_names_a_base_which_has_moved_is_named(loader: Loader, base: str, tmp_path: Path) -> None:
+    for task in ("CAUSAL_LM", "SEQ_CLS"):
+        text = json.dumps({"base_model_name_or_path": base, "task_type": task})
+        (tmp_path / "adapter_config.json").write_text(text)
+        (tmp_path / "adapter_model.safetensors").touch()
+        load = loader.language_model if task == "CAUSAL_LM" else partial(loader.reward_model, section=ScorerSection())
+        words = problem(load, str(tmp_path), "policy.model")
+        assert words.startswith(f"policy.model: {tmp_path}/adapter_config.json: base_model_name_or_path: ")
+        assert f"no such file: {base}" in words
+
+
+def test_prompts_that_are_all_the_same_to_the_tokenizer(new_model: Make, letters: Any) -> None:
+    config = TrainConfig.model_validate({"policy": {"model": SMALL}, "rollout": {"max_new_tokens": 4}})
+    rows = [PromptRow(text, {}) for text in "xyz"]  # which it does not know
+    words = problem(build_prompts, config, (rows[:2], rows[2:]), new_model(), letters)
+    assert "every prompt is a held-out one too: the policy's tokenizer" in words
+    assert "leaves no more of 'x' than [1, 0]" in words
+
+
+def answered(prompt: str, response: str) -> Responses:
+    return Responses(Prompts([prompt], [[]], [{}], [()]), [response], [[]])
+
+
+def prompts(path: str) -> PromptsSection:
+    return PromptsSection(prompts=path, column="q")
+
+
+def test_of_a_file_one_prompt_in_twenty_is_kept_apart_and_none_leaks(tmp_path: Path) -> None:
+    rows = [{"q": f"prompt {i % 40}"} for i in range(100)]  # each of 40 two or three times
+    train, kept = sets.prompts(prompts(jsonl(tmp_path / "p.jsonl", rows)), HELD)
+    assert len(kept) == 2
+    assert not {row.text for row in train} & {row.text for row in kept}
+    assert {row.text for row in train + kept} == {row["q"] for row in rows}
+    few = prompts(jsonl(tmp_path / "few.jsonl", rows[:2]))  # which serve for both
+    assert [[row.text for row in part] for part in sets.prompts(few, HELD)] == [["prompt 0", "prompt 1"]] * 2
+
+
+def test_held_out_prompts_that_are_named_win(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}"} for i in range(40)])
+    own = jsonl(tmp_path / "h.jsonl", [{"q": "mine"}])
+    assert sets.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == [("mine", {"q": "mine"}, ())]
+
+
+def test_some_rows_are_drawn_from_all_of_a_sorted_file() -> None:
+    few = sets.drawn(range(1000), 50)
+    assert few == sorted(set(few)) == sets.drawn(range(1000), 50)
+    assert 300 < fmean(few) < 700
+
+
+def test_pairs_of_a_file(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", [{"p": "a", "good": "b", "bad": "c"}, {"p": "d", "good": "x", "bad": "y"}])
+    kept = jsonl(tmp_path / "y.jsonl", [{"p": "d", "good": "e", "bad": "f"}])  # its prompt is not trained on
+    section = PairsSection(pairs=path, eval_pairs=kept, prompt_column="p", chosen_column="good", rejected_column="bad")
+    assert sets.pairs(section) == ([Pair("a", "b", "c")], [Pair("d", "e", "f")])
+
+
+def test_what_is_held_out_by_name_is_not_trained_on(tmp_path: Path) -> None:
+    train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
+    kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
+    assert sets.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
+    with pytest.raises(InputError, match="every row is a held-out row too"):
+        sets.documents(SFTDataSection(texts=kept, eval_texts=kept))
+    labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
+    apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
+    rest, held = sets.labelled(PairsSection(labels=labels, eval_pairs=apart))
+    assert (rest, held) == ([Labelled("a", 1.0)], [Labelled("b", 0.0)])
+
+
+def test_prompts_in_the_form_of_conversations_and_of_columns(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
+    rows = [{"q": turns}, {"q": [*turns, turns[0]]}, {"q": "plain"}]
+    file = jsonl(tmp_path / "c.jsonl", rows)
+    plain = PromptsSection(prompts=file, column="q", chat_template=False)
+    assert [row.text for row in sets.prompts(plain, HELD)[0]] == ["why?", "plain"]
+    assert [len(row.messages) for row in sets.prompts(prompts(file), HELD)[0]] == [1, 3, 0]
+    posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
+    section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
+    assert sets.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"
+    with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
+        sets.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
+
+
+def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_reward_folder: Path) -> None:
+    terms = {
+        "a": {"kind": tiny_data.reward, "weight": 2.0},
+        "b": {"kind": tiny_data.reward, "letter": "b", "weight": -1.0},
+        "model": {"model": str(tiny_reward_folder), "weight": 0.5},
+    }
+    section = RewardSection.model_validate({"kind": "sum", "terms": terms, "gold": tiny_data.reward})
+    together = loader.scorers(section)(answered("x", "aab")).values
+    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(answered("x", "aab")).values["reward"])
+    assert float(together["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
+    assert float(together["gold"]) == 0.25
+
+
+def test_gold_can_be_left_out(loader: Loader, tiny_data: Any) -> None:
+    section = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
+    assert set(loader.scorers(section, gold=False)(answered("x", "aa")).values) == {"reward"}
