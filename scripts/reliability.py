@@ -46,9 +46,9 @@ TESTS = {  # row -> its tests
     "bad command or config": (
         "tests/cli/test_first_run.py::test_a_mistake_is_told_with_its_key_its_value_and_the_next_step",
         "tests/config/test_variants.py::test_each_mistake_is_one_line",
-        "tests/config/test_load.py::test_a_problem_names_the_key_the_value_and_the_expected_one",
-        "tests/config/test_load.py::test_every_key_refuses_what_no_key_can_be",
-        "tests/config/test_plugins.py::test_problems_of_plugins",
+        "tests/config/test_resolve.py::test_a_problem_names_the_key_the_value_and_the_expected_one",
+        "tests/config/test_resolve.py::test_every_key_refuses_what_no_key_can_be",
+        "tests/config/test_named.py::test_problems_of_plugins",
         "tests/config/test_yaml.py::test_every_mistake_is_one_line_with_its_place",
     ),
 }
