@@ -94,10 +94,14 @@ class Ranks:
             self.run(lambda: None)
         return result
 
+    def each(self, work: Callable[[], T], *, scores: bool = False) -> list[T]:
+        """What `work()` returns on each rank, in their order. Errors: as of `run`."""
+        return self.all(self.run(work, scores=scores))
+
     def parts(self, total: int, work: Callable[[slice], T]) -> list[T]:
         """The results of `work` on each rank's part of `total` rows, in their order. Errors: as of `run`."""
         rows = self.mine(range(total))
-        return self.all(self.run(lambda: work(slice(rows.start, rows.stop))))
+        return self.each(lambda: work(slice(rows.start, rows.stop)))
 
     def step(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], most: float = math.inf) -> Tensor:
         """Sum the gradients over all ranks, scale them down to a joint norm of `most`, and take the step.

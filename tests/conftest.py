@@ -384,7 +384,6 @@ def metrics_rows() -> Callable[..., list[dict[str, Any]]]:
                 "objective/scores_shaped": gain,
                 "objective/gold": 0.5 * gain - 0.1 * gain**2 if gold else None,
                 "kl/token": kl,
-                "kl/exact": kl,
                 "kl/sequence": 20 * kl,
                 "kl/target": target,
                 "kl/error": kl / target - 1,

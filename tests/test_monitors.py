@@ -93,7 +93,7 @@ def learning(**changes: Callable[[int], Any]) -> MakeRow:
         {
             "objective/scores": 0.1 * step + (0.02 if step % 2 else 0.0),
             "policy/entropy": 1.2,
-            "kl/exact": 0.1,
+            "kl/token": 0.1,
             "rollout/response_length": 25.0 + step % 3,
             "rollout/score_length_corr": 0.1,
             "eval/distinct_2": 0.25,
@@ -169,7 +169,7 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
     "perplexity worse, same score": ({}, lambda step: perplexity(step, 1.0), []),
     # One sign each, while the score rises.
     "a run that stays itself": ({}, learning(), []),
-    "unlikely samples": ({}, learning(**{"kl/exact": lambda step: 0.1 * step}), [(12, SIGN)]),
+    "unlikely samples": ({}, learning(**{"policy/entropy": lambda step: 1.1 + 0.1 * step}), [(12, SIGN)]),
     "alike": ({}, learning(**{"eval/distinct_2": lambda s: 0.25 if s < 10 else 0.0}), [(10, SIGN)]),
     "longer": ({}, learning(**{LENGTH: lambda s: 20.0 + 2 * s}), [(12, SIGN)]),
     "shorter": ({}, learning(**{LENGTH: lambda s: 40 / (1 + s / 10)}), [(12, SIGN)]),
@@ -179,8 +179,12 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
         learning(**{LENGTH: lambda s: 60.0 if s in (*range(8, 15), *range(22, 30)) else 25.0}),
         [(9, SIGN), (23, SIGN)],
     ),
-    "the score stays": ({}, learning(**{"objective/scores": lambda _: 1.0, "kl/exact": lambda s: 0.1 * s}), []),
-    "gold speaks for itself": ({}, learning(**{"objective/gold": lambda _: 0.0, "kl/exact": lambda s: 0.1 * s}), []),
+    "the score stays": ({}, learning(**{"objective/scores": lambda _: 1.0, "policy/entropy": lambda s: 0.1 * s}), []),
+    "gold speaks for itself": (
+        {},
+        learning(**{"objective/gold": lambda _: 0.0, "policy/entropy": lambda s: 0.1 * s}),
+        [],
+    ),
     # Responses of one text.
     "equal from the start": ({}, alike(0.016), [(5, "responses-equal")]),
     "equal for four updates": ({}, alike(*[0.016] * 4, 1.0), []),
@@ -282,8 +286,9 @@ def test_the_perplexity_of_a_sign_is_that_of_the_cross_entropy() -> None:
     """One state, two tokens: E_pi[-log ref] by hand. Two of the last five updates are of the new policy."""
     pi, ref = (0.9, 0.1), (0.2, 0.8)
     cross, entropy = (-sum(p * math.log(q) for p, q in zip(pi, other, strict=True)) for other in (ref, pi))
-    changes = {"kl/exact": cross - entropy, "policy/entropy": entropy}
-    [(_, text)] = texts(monitors(), learning(**{k: lambda s, v=v: v if s >= 10 else 0.0 for k, v in changes.items()}))
+    changes = {"kl/token": cross - entropy, "policy/entropy": entropy}
+    found = texts(monitors(), learning(**{k: lambda s, v=v: v if s >= 10 else 0.0 for k, v in changes.items()}))
+    [text] = [text for _, text in found if "perplexity" in text]
     assert f"(perplexity 1 to {(3 + 2 * math.exp(cross)) / 5:.3g})" in text
 
 

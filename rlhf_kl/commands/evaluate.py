@@ -68,24 +68,22 @@ def evaluate(
     check_given(options_of, "--texts", texts, column or settings.eval.column, settings)
     ui.start(quiet)
     with ui.progress("loading torch"):
-        from rlhf_kl.commands.heldout import HeldOut, joined, of_reference
-        from rlhf_kl.ppo.heldout_samples import asked
+        from rlhf_kl.commands.subject import Subject, different
+        from rlhf_kl.ppo.heldout import own_figures
         from rlhf_kl.run.log import encode_json
         from rlhf_kl.train.samples import heldout_rows
 
     options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
-    held = HeldOut(settings, folder, permissions, **options, reference=reference, stored=config is None)
-    figures = held.perplexity("policy")
-    if held.reference is not None:
-        figures["reference"] = held.perplexity("reference")
+    subject = Subject(settings, folder, permissions, **options, reference=reference, stored=config is None)
+    held = subject.held_out(samples, several=True)
+    figures = subject.of_texts(held, "policy")
+    if subject.reference is not None:
+        figures["reference"] = subject.of_texts(held, "reference")
     if model is None:
-        prompts, different = held.prompts(samples)
-        every, firsts = asked(prompts)
-        sampled, own, other = held.sampled(every, firsts, "policy and reference")
-        rows = heldout_rows(every, firsts, held.tokenizer, own, other)
-        found = {"prompts": different, "responses": len(prompts), "texts": grouped(rows)}
-        figures = joined(figures, sampled) | found
-        figures["reference"] = joined(figures["reference"], of_reference(own.pick(firsts), other.pick(firsts)))
+        found, own, other = subject.of_prompts(held, "policy and reference")
+        rows = heldout_rows(held, own, other)
+        figures |= found | {"prompts": different(held.prompts), "responses": len(held.firsts), "texts": grouped(rows)}
+        figures["reference"] |= own_figures(other.pick(held.firsts))
     if as_json:
         print(encode_json(figures, indent=2).decode())
         return
@@ -113,4 +111,4 @@ def _table(figures: dict[str, Any]) -> str:
 
 def _shown(figures: dict[str, Any], key: str) -> str:
     value = figures.get(key)
-    return str(value) if isinstance(value, int) else with_error(value, figures["standard_errors"].get(key))
+    return str(value) if isinstance(value, int) else with_error(value, figures.get(f"{key}_stderr"))

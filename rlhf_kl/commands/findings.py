@@ -49,8 +49,8 @@ from rlhf_kl.seeding import library_state, seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
 from rlhf_kl.train.device import SLOWER, bfloat16_slowdown, on_this_machine, run_device
+from rlhf_kl.train.evaluation import evaluate_policy
 from rlhf_kl.train.load import Loader
-from rlhf_kl.train.loop import evaluate_policy
 from rlhf_kl.train.setup import Setup, build_setup, learning_rate
 from rlhf_kl.train.start import Training, check_sizes, prepare_training
 from rlhf_kl.train.world_files import with_files
@@ -247,7 +247,7 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     row = update_row(result, config)
     update = time.perf_counter() - began - start
     with ui.progress("one evaluation"):
-        evaluated, _ = evaluate_policy(config, setup, training.plan, events)
+        evaluated, _ = evaluate_policy(training.heldout, same, 2, events)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout, setup.scorers.model)
     yield check_endings(config, setup, row)
@@ -255,10 +255,11 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     for alert in worded(events):
         yield judged("update", False, alert)
     perplexity = f"held-out perplexity {evaluated['eval/perplexity']:.2f} after this update"
-    yield judged("eval", True, f"{perplexity}, on {training.plan.texts} texts")
-    evaluations = 2 + (config.updates - 1) // training.plan.every
+    yield judged("eval", True, f"{perplexity}, on {evaluated['eval/documents']} texts")
+    every = config.eval.updates_between
+    evaluations = 2 + (config.updates - 1) // every
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
-    yield judged("time", True, f"{message}: {run_time(config.updates, training.plan.every, start, update, evaluation)}")
+    yield judged("time", True, f"{message}: {run_time(config.updates, every, start, update, evaluation)}")
     yield check_checkpoints(config, training, update)
     yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
 

@@ -65,10 +65,10 @@ def generate(
     ui.start(quiet)
     with ui.progress("loading torch"):
         from rlhf_kl.commands.stored import load_policy, load_reference
-        from rlhf_kl.ppo.heldout_samples import NO_SCORERS, policy_samples, token_rows
+        from rlhf_kl.ppo.heldout import NO_SCORERS, HeldOut
         from rlhf_kl.train.device import on_this_machine, run_device
         from rlhf_kl.train.load import Loader
-        from rlhf_kl.train.samples import score_at
+        from rlhf_kl.train.samples import score_at, token_rows
         from rlhf_kl.train.setup import sampling_of
         from rlhf_kl.train.world_files import with_files
 
@@ -87,20 +87,12 @@ def generate(
         chosen = _prompts(prompt or (), prompts, column, config, policy.model, tokenizer)
     places = [i for i in range(len(chosen)) for _ in range(samples)]
     batch = chosen.pick(places)
+    sampling = sampling_of(config, policy.model, tokenizer)
+    # Noise by position: a response does not depend on the number of others.
+    options: dict[str, Any] = {"seed": seed, "purpose": "generate", "batch": rollout.batch_size, "scorers": scorers}
+    held = HeldOut(policy, reference, tokenizer, sampling, batch, **options)
     with ui.progress("sampling", len(batch) * (1 if reference is None else 2)) as advance:
-        own, other = policy_samples(
-            policy,
-            reference,
-            batch,
-            range(len(batch)),  # noise by position: a response does not depend on the number of other responses
-            seed,
-            sampling_of(config, policy.model, tokenizer),
-            tokenizer,
-            scorers,
-            advance=advance,
-            purpose="generate",
-            shown=len(batch),
-        )
+        own, other = held.samples(advance=advance)
     rows: list[dict[str, Any]] = []
     for i, text in enumerate(batch.texts):
         row = {"prompt": text, "response": own.texts[i], "ended": own.ended[i]}
@@ -142,7 +134,7 @@ def _prompts(
     from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.data.rows import PromptRow, read_prompts
     from rlhf_kl.models.pretrained import context_length
-    from rlhf_kl.ppo.heldout_samples import SHOWN
+    from rlhf_kl.ppo.heldout import SHOWN
     from rlhf_kl.train.setup import build_prompts, usable_prompts
 
     form = config.data.model_copy(update={"first_tokens": None})  # a prompt that was typed is not cut

@@ -17,8 +17,8 @@ from rlhf_kl.text import read_number, stdout_width
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
-    from rlhf_kl.commands.heldout import HeldOut
-    from rlhf_kl.ppo.heldout_samples import Samples
+    from rlhf_kl.commands.subject import Subject
+    from rlhf_kl.ppo.heldout import Samples
 
 STEPS = (0.25, 0.5, 1.0, 1.5, 2.0)  # default targets, over the run's
 FARTHEST = 1.5  # times what training has added: beyond it nothing was measured
@@ -64,7 +64,7 @@ def scale(
         raise InputError(f"{folder.path}: has not ended, so there is no final/ to scale")
     ui.start(quiet)
     with ui.progress("loading torch"):
-        from rlhf_kl.commands.heldout import HeldOut
+        from rlhf_kl.commands.subject import Subject
         from rlhf_kl.control import adjusts
         from rlhf_kl.report.side_by_side import write_scaled
         from rlhf_kl.run.log import encode_json, read_jsonl
@@ -72,17 +72,17 @@ def scale(
     if samples is None:
         samples, why = usual_samples(read_jsonl(folder.metrics), config.rollout.batch_size)
         log.info(f"{samples} responses at each target: {why} (--samples N draws another number)")
-    held = HeldOut(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
-    if not held.began_at_reference(folder.final):
+    subject = Subject(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
+    if not subject.began_at_reference(folder.final):
         raise InputError(
             f"{folder.path}: the policy did not begin as its reference ({config.reference.model}), so nothing is known "
             "of the weights between them: train at other targets (compare)"
         )
-    table = Scaled(held, samples)
-    goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.rows[1.0]["kl"]
+    table = Scaled(subject, samples)
+    goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.kl(1.0)
     wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
     log.info(f"{len(wanted)} targets, each sampled up to {TRIES} times")
-    for target in sorted(wanted, key=lambda one: abs(math.log(one / table.rows[1.0]["kl"]))):  # each helps the next
+    for target in sorted(wanted, key=lambda one: abs(math.log(one / table.kl(1.0)))):  # each helps the next
         table.reach(target)
     document = table.to_json()
     text = write_scaled(document, folder, config.run.name, stdout_width())
@@ -111,27 +111,26 @@ class Scaled:
     WARP, 2406.16768, section 3.)
     """
 
-    def __init__(self, held: HeldOut, samples: int) -> None:
+    def __init__(self, subject: Subject, samples: int) -> None:
         """Measures the policy as it was trained. Errors: InputError if policy and reference are different models."""
         import torch
 
-        self.held, self.unit = held, held.config.kl.unit
-        assert held.reference is not None
-        own, there = (dict(lm.module.named_parameters()) for lm in (held.policy, held.reference))
+        self.subject, self.unit = subject, subject.config.kl.unit
+        assert subject.reference is not None
+        own, there = (dict(lm.module.named_parameters()) for lm in (subject.policy, subject.reference))
         other = next((name for name, p in own.items() if name not in there or there[name].shape != p.shape), None)
         if other is not None:
             raise InputError(f"the policy is no scaled reference: the reference has no {other} of its size")
         with torch.no_grad():
             self.way = [(p, there[name], p - there[name]) for name, p in own.items()]
-        self.prompts, self.different = held.prompts(samples)
-        self.cached: Any = {}
+        self.held = subject.held_out(samples)
         self.reference: dict[str, Any] = {}
         self.rows: dict[float, dict[str, Any]] = {}  # by scale
         self.samples: dict[float, Samples] = {}  # by scale, the reference's at 0
         self.scales: dict[float, float] = {}  # by target
         self.too_far: list[float] = []
         self.measure(1.0)
-        if not self.rows[1.0]["kl"] > 0:
+        if not self.kl(1.0) > 0:
             raise InputError("the policy is its reference: there is nothing to scale")
 
     def place(self, share: float) -> None:
@@ -143,20 +142,21 @@ class Scaled:
 
     def measure(self, share: float, target: str = "as trained") -> None:
         """Add the row of a scale."""
-        from rlhf_kl.commands.heldout import joined, of_reference
+        from rlhf_kl.ppo.heldout import own_figures
 
         self.place(share)
         name = f"scale {share:.3g}, {target}"
-        figures = self.held.perplexity(name)
-        found, own, other = self.held.sampled(self.prompts, range(len(self.prompts)), name, self.cached)
-        figures = joined(figures, found)
+        figures = self.subject.of_texts(self.held, name)
+        found, own, other = self.subject.of_prompts(self.held, name)
         self.samples[share] = own
         if not self.reference:  # which is scored once
             self.samples[0.0] = other
-            self.reference = joined(self.held.perplexity("reference"), of_reference(own, other))
-        figures["standard_errors"]["kl"] = figures["standard_errors"][f"kl_{self.unit}"]
-        texts = _median_texts(self.prompts.texts, own)
-        self.rows[share] = {"scale": share, "kl": figures[f"kl_{self.unit}"], **figures, "texts": texts}
+            self.reference = self.subject.of_texts(self.held, "reference") | own_figures(other)
+        self.rows[share] = {"scale": share, **figures, **found, "texts": _median_texts(self.held.prompts.texts, own)}
+
+    def kl(self, share: float) -> float:
+        """The KL that was measured at a scale, in the run's unit."""
+        return float(self.rows[share][f"kl_{self.unit}"])
 
     def reach(self, target: float) -> None:
         """Find the scale of a target: measure where its KL should be, until it is there or the tries are used up."""
@@ -167,13 +167,13 @@ class Scaled:
                 return
             if not any(abs(one - share) < SAME * share for one in self.rows):
                 self.measure(share, f"target {target:g}")
-            self.scales[target] = min(self.rows, key=lambda one: abs(math.log(target / self.rows[one]["kl"])))
-            if abs(self.rows[self.scales[target]]["kl"] / target - 1) < CLOSE:
+            self.scales[target] = min(self.rows, key=lambda one: abs(math.log(target / self.kl(one))))
+            if abs(self.kl(self.scales[target]) / target - 1) < CLOSE:
                 return
 
     def share_of(self, target: float) -> float:
         """Where the KL should have this value: between two measured scales on their power law, else by the square."""
-        logs = [(math.log(row["kl"] / target), math.log(share)) for share, row in self.rows.items()]
+        logs = [(math.log(self.kl(share) / target), math.log(share)) for share in self.rows]
         below, above = (
             max((p for p in logs if p[0] <= 0), default=None),
             min((p for p in logs if p[0] > 0), default=None),
@@ -185,19 +185,21 @@ class Scaled:
 
     def to_json(self) -> dict[str, Any]:
         """scale.json: a row for each target and the trained policy, the reference's figures, targets too far away."""
+        from rlhf_kl.commands.subject import different
+
         scales = dict(self.scales)
         if 1.0 not in scales.values():
-            scales[_rounded(self.rows[1.0]["kl"])] = 1.0
+            scales[_rounded(self.kl(1.0))] = 1.0
         rows, before = [], 0.0
         for target in sorted(scales):
-            row, share = self.rows[scales[target]], scales[target]
-            rise = {"score_rise": rise_error(self.samples[before], self.samples[share])}
-            rows.append({"target": target, **row, "standard_errors": row["standard_errors"] | rise})
+            share = scales[target]
+            rise = rise_error(self.samples[before], self.samples[share])
+            rows.append({"target": target, **self.rows[share], "score_rise_stderr": rise})
             before = share
         return {
             "unit": self.unit,
-            "samples": len(self.prompts),
-            "prompts": self.different,
+            "responses": len(self.held.prompts),
+            "prompts": different(self.held.prompts),
             "rows": rows,
             "reference": self.reference,
             "too_far": self.too_far,
@@ -211,31 +213,30 @@ class Scaled:
 
         if target not in self.scales:
             raise InputError(f"--save {target:g}: is over {FARTHEST} times what training has added: train a run there")
-        row = self.rows[self.scales[target]]
-        self.place(row["scale"])
-        held = self.held
-        save_generation(held.policy.model, held.sampling)
-        card = scaled_card(held.config, row, self.reference)
+        share, model = self.scales[target], self.subject.policy.model
+        self.place(share)
+        save_generation(model, self.held.sampling)
+        card = scaled_card(self.subject.config, self.rows[share], self.reference)
 
         def write(folder: Path) -> None:
-            save_model(held.policy.model, held.tokenizer, folder)
+            save_model(model, self.held.tokenizer, folder)
             (folder / "README.md").write_text(card, encoding="utf-8")
 
         write_folder(place, write)
-        return place, row["kl"]
+        return place, self.kl(share)
 
 
 def rise_error(before: Samples, after: Samples) -> float | None:
     """Standard error of the mean score after less that before: the prompts and the noise are the same."""
-    from rlhf_kl.ppo.heldout_samples import Samples, errors_of
+    from rlhf_kl.ppo.heldout import STDERR, Samples, errors_of
 
     rises = [b - a for a, b in zip(before.scores, after.scores, strict=False)]
-    return errors_of(Samples(texts=after.texts, scores=rises, prompts=after.prompts))["scores"]
+    return errors_of(Samples(texts=after.texts, scores=rises, prompts=after.prompts))[f"scores{STDERR}"]
 
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
     """Two responses whose scores are next to the median, to two prompts if there are; without scores the first two."""
-    from rlhf_kl.ppo.heldout_samples import from_median
+    from rlhf_kl.train.samples import from_median
 
     order = from_median(own.scores)
     first, *others = order or range(len(own.texts))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 from rlhf_kl import ui
@@ -28,6 +30,8 @@ from rlhf_kl.ui import log
 
 T = TypeVar("T")
 HELDOUT_SHARE = 20  # one of this many distinct rows is held out
+CHARACTERS = 8_000  # of the texts that a run's evaluations read by default: about 2,000 tokens
+FEWEST_TEXTS = 4  # however long
 
 
 def load(key: str, ref: str, split: str, read: Callable[[list[Row], str], Read[T]], most: int | None = None) -> list[T]:
@@ -37,6 +41,17 @@ def load(key: str, ref: str, split: str, read: Callable[[list[Row], str], Read[T
     if left_out:
         log.info(f"{key}: {left_out}")
     return drawn(found, most)
+
+
+def evaluated(texts: list[str], held: EvalSection) -> list[str]:
+    """What the evaluations of a run read of the texts: all, or by default so many as have 8,000 characters together.
+
+    They depend on the texts alone, so that runs of one kind read the same.
+    """
+    if held.max_documents != "auto":
+        return texts
+    lengths = accumulate(len(texts[i]) for i in shuffled(len(texts), 0, "drawn").tolist())
+    return drawn(texts, max(FEWEST_TEXTS, bisect_right(list(lengths), CHARACTERS)))
 
 
 # ---- training rows and held-out rows

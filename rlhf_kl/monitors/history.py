@@ -86,7 +86,7 @@ class History:
         self.row, self.events, self.updates = row, events, self.updates + 1
         figures = {key: read_number(row, key) for key in row}
         figures |= {"kl": read_number(row, f"kl/{self.unit}"), "held": read_number(row, f"kl/{self.config.kl.unit}")}
-        entropy, exact = read_number(row, "policy/entropy"), read_number(row, "kl/exact")
+        entropy, exact = read_number(row, "policy/entropy"), read_number(row, "kl/token")
         if entropy is not None and exact is not None:  # over the whole vocabulary: no noise of single tokens
             figures["cross perplexity"] = math.exp(min(entropy + exact, 700.0))
         self.now = now = {name: value for name, value in figures.items() if value is not None}

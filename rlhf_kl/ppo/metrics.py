@@ -101,7 +101,6 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
         "kl/k1_gap_stderr": k1_gap_se,
         "kl/k2": batch.mean(k2(logprobs, batch.ref_logprobs)).mean,
         "kl/k3": batch.mean(k3(logprobs, batch.ref_logprobs)).mean,
-        "kl/exact": token.mean,
         "policy/entropy": batch.mean(batch.entropy).mean,
         "policy/logprob_gap": logprob_gap,
         "policy/logprob_gap_stderr": logprob_gap_se,

@@ -30,7 +30,7 @@ def model_card(
     control, reward = control_figures(rows, config.kl), config.reward
     figures = closing_figures([*rows, closing], config.kl.unit)
     score, perplexity, forgetting, beta = (
-        figures.get(name, (None, None)) for name in ("scores", "perplexity", "forgetting", "beta")
+        figures.get(name, (None, None)) for name in ("scores", "perplexity", "forward_kl_token", "beta")
     )
     table = {
         "base model": source_name(config.policy.model),
@@ -56,7 +56,7 @@ def scaled_card(config: TrainConfig, row: Mapping[str, Any], reference: Mapping[
         "base model": source_name(config.policy.model),
         "trained policy": f"of {config.run.name}",
         "scale": f"{row['scale']:.4g} of what training added to each weight of the reference",
-        "KL": f"{format_number(row['kl'])} nats per {config.kl.unit}",
+        "KL": f"{format_number(row[f'kl_{config.kl.unit}'])} nats per {config.kl.unit}",
         **{label: start_to_end((reference[key], row[key])) for label, key in pairs.items()},
     }
     return _card(config, table, "reference -> this policy, on held-out prompts and texts", adapter=False)

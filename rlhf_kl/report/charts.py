@@ -231,7 +231,7 @@ def target_charts(sweep: Sweep | None) -> list[Chart]:
 
     score, gold = line("scores", "score", "score"), line("gold", "true score", "gold")
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
-    forgetting = line("forgetting", "forgetting", "perplexity")
+    forgetting = line("forward_kl_token", "forgetting", "perplexity")
     panels = [
         ("Score by KL target", "score", [score, gold], sweep.note),
         ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),

@@ -71,7 +71,7 @@ def verdict_text(figures: Mapping[str, Any]) -> str:
 CLOSING = {
     "scores": "objective/scores", "scores_shaped": "objective/scores_shaped", "gold": "objective/gold",
     "kl_sequence": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
-    "perplexity": "eval/perplexity", "forgetting": "eval/forward_kl_token", "distinct_2": "eval/distinct_2",
+    "perplexity": "eval/perplexity", "forward_kl_token": "eval/forward_kl_token", "distinct_2": "eval/distinct_2",
 }  # fmt: skip
 
 

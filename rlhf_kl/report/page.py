@@ -98,7 +98,7 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
          f"within ±{held.BAND:.0%}, from update {held.BAND_FROM}"),
         ("", "Peak KL over target", format_number(figures["peak"]), ""),
         ("", "Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
-        ("", "Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
+        ("", "Forgetting", closing.get("forward_kl_token", "-"), "nats per token: KL of the reference to the policy"),
         ("", "Score gain", share, "of the largest possible at this KL"),
         ("", "Response length", closing.get("length", "-"),
          f"tokens; {format_percent(run.end('rollout/eos_rate'))} end by themselves"),

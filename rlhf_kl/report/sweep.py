@@ -18,7 +18,7 @@ PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the respons
 GAIN = 0.15  # slope of the score over sqrt(KL), over its steepest: less, and the score is nearly at its top
 
 Figure = tuple[float | None, float | None]  # a mean, and its error or spread
-FIGURES = ("kl", "kl_sequence", "scores", "gold", "perplexity", "forgetting", "distinct_2")
+FIGURES = ("kl", "kl_sequence", "scores", "gold", "perplexity", "forward_kl_token", "distinct_2")
 
 
 class SweepPoint(NamedTuple):
@@ -116,15 +116,13 @@ def spread(comparison: Comparison) -> str:
 
 def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
     """The sweep of scale.json."""
-    names = {"forgetting": "forward_kl_token"}  # keys that differ from those of `FIGURES`
-    reference = document["reference"]
+    reference, keys = document["reference"], {name: name for name in FIGURES} | {"kl": f"kl_{document['unit']}"}
 
     def point(row: Mapping[str, Any]) -> SweepPoint:
-        errors, keys = row["standard_errors"], {name: names.get(name, name) for name in FIGURES}
         known = row["scores"] is not None and reference["scores"] is not None
         gain = row["scores"] - reference["scores"] if known else None
-        figures = {name: (row[key], errors[key]) for name, key in keys.items()}
-        return SweepPoint(row["target"], figures, gain, rise_error=errors["score_rise"])
+        figures = {name: (row[key], row[f"{key}_stderr"]) for name, key in keys.items()}
+        return SweepPoint(row["target"], figures, gain, rise_error=row["score_rise_stderr"])
 
     note = f"{asked_of(document)} at each target, with one standard error over the prompts. Scale 1 was trained."
     points = [point(row) for row in document["rows"]]
@@ -134,7 +132,7 @@ def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
 def asked_of(document: Mapping[str, Any]) -> str:
     """How many responses to how many prompts each row of scale.json has."""
     prompts = document["prompts"]
-    return f"{document['samples']} responses to {prompts} held-out prompt{'s' * (prompts != 1)}"
+    return f"{document['responses']} responses to {prompts} held-out prompt{'s' * (prompts != 1)}"
 
 
 def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
@@ -167,14 +165,15 @@ def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
 
 def scale_table(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Names of columns, and a row for the reference and for each target: figures with standard errors."""
-    keys = {"kl": f"KL/{document['unit']}", "scores": "score", "gold": "true score", "perplexity": "perplexity"}
+    kl = f"kl_{document['unit']}"
+    keys = {kl: f"KL/{document['unit']}", "scores": "score", "gold": "true score", "perplexity": "perplexity"}
     keys |= {"forward_kl_token": "forgetting", "distinct_2": "word pairs", "length": "tokens"}
-    rows = [document["reference"] | {"kl": 0.0, "target": None, "scale": 0.0}, *document["rows"]]
+    rows = [document["reference"] | {kl: 0.0, "target": None, "scale": 0.0}, *document["rows"]]
     keys = {key: name for key, name in keys.items() if rows[-1].get(key) is not None}
 
     body = []
     for row in rows:
         target = "reference" if row["target"] is None else f"{row['target']:g}"
-        figures = [with_error(row.get(key), row["standard_errors"].get(key)) for key in keys]
+        figures = [with_error(row.get(key), row.get(f"{key}_stderr")) for key in keys]
         body.append([target, f"{row['scale']:.2f}", *figures])
     return ["target", "scale", *keys.values()], body

@@ -10,26 +10,14 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import EngineFailed
 from rlhf_kl.events import Event, GoldFailed, UpdateSkipped, WeightsLost, worded
 from rlhf_kl.models.lora import checkpointed, has_adapter
-from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
-from rlhf_kl.ppo.heldout_samples import (
-    Samples,
-    asked,
-    distinct_2,
-    errors_of,
-    figures_of,
-    policy_samples,
-    text_errors,
-)
 from rlhf_kl.ppo.metrics import update_row
-from rlhf_kl.ppo.rollout import rows_at_once
 from rlhf_kl.report.card import model_card
 from rlhf_kl.report.outcome import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.rewards.scorer import mean_metrics
@@ -37,13 +25,13 @@ from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
 from rlhf_kl.run.measured import conditions, measured_before
 from rlhf_kl.run.run import Run
-from rlhf_kl.seeding import library_state_kept, load_library_state
-from rlhf_kl.sharding import held_share, local, unsharded
+from rlhf_kl.seeding import load_library_state
+from rlhf_kl.sharding import held_share, local
 from rlhf_kl.text import duration
 from rlhf_kl.train.device import run_device
+from rlhf_kl.train.evaluation import evaluate_policy
 from rlhf_kl.train.final import write_final
-from rlhf_kl.train.plan import EvalPlan
-from rlhf_kl.train.samples import heldout_rows, sample_rows
+from rlhf_kl.train.samples import sample_rows
 from rlhf_kl.train.setup import Setup, build_setup
 from rlhf_kl.train.shards import shard_models
 from rlhf_kl.train.start import Training, check_sizes, prepare_training
@@ -116,7 +104,7 @@ class TrainLoop:
         for step in self.run.steps():
             events: list[Event] = []
             self.scorers.begin(step, total)
-            evaluated = self.evaluate(step, events) if (step - 1) % self.training.plan.every == 0 else {}
+            evaluated = self.evaluate(step, events) if (step - 1) % config.eval.updates_between == 0 else {}
             try:
                 row, rollout, found = self.step(step)
             except EngineFailed as error:
@@ -148,9 +136,9 @@ class TrainLoop:
 
     def evaluate(self, step: int, events: list[Event]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
-        plan = self.training.plan
-        with ui.progress(f"evaluating on {plan.texts} texts and {plan.responses} responses"):
-            figures, samples = evaluate_policy(self.config, self.setup, plan, events, self.ranks, step)
+        held = self.training.heldout
+        with ui.progress(f"evaluating on {len(held.texts)} texts and {len(held.firsts)} responses"):
+            figures, samples = evaluate_policy(held, self.setup.reference_is_initial_policy, step, events)
         for row in samples:
             self.run.sample({"step": step} | row)
         return figures
@@ -261,7 +249,9 @@ class TrainLoop:
             f"KL target {kl.target_value:g} nats per {kl.unit}{reported}, {ceiling}; "
             f"{kl.controller.kind} controller: beta {course}"
         )
-        log.info(self.training.plan.words(config.updates))
+        every, held = config.eval.updates_between, self.training.heldout
+        moments = f"every {every} updates and at the end" if every < config.updates else "at the start and the end"
+        log.info(f"evaluations {moments}, on {len(held.texts)} texts and {len(held.firsts)} responses")
         log.info(self.run.interval_words())
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
@@ -311,51 +301,3 @@ class TrainLoop:
         kl, shaped = (closing.get(name, (None, None))[1] for name in ("kl_sequence", "scores_shaped"))
         limit = None if kl is None else scores.most_gain(kl)
         return (shaped - scores.mean) / limit if limit and shaped is not None else None
-
-
-def evaluate_policy(
-    config: TrainConfig,
-    setup: Setup,
-    plan: EvalPlan,
-    events: list[Event],
-    ranks: Ranks | None = None,
-    step: int = 1,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
-
-    `events` gets what is left out. Each of several processes reads its part.
-    """
-    ranks = ranks or Ranks()
-    prompts, firsts = asked(setup.heldout.batch(1, rows=plan.responses))
-    texts, rows = ranks.mine(setup.texts[: plan.texts]), ranks.mine(range(len(prompts)))
-
-    same = step == 1 and setup.reference_is_initial_policy  # then the first row has the reference's figures
-    other_start = step == 1 and not same
-
-    model_and_data = (setup.policy, setup.reference, prompts, rows, config.run.seed, setup.sampling, setup.tokenizer)
-    size = rows_at_once(config.rollout.batch_size // ranks.count, prompts, setup.sampling)
-
-    def evaluate() -> tuple[list[TextSums], tuple[Samples, Samples]]:
-        models = [setup.policy, setup.reference] if other_start else [setup.policy]
-        with unsharded(*setup.sharded), library_state_kept(), setup.scorers.kept():
-            sums = [text_sums(model, setup.tokenizer, texts) for model in models]
-            options: dict[str, Any] = {"batch_size": size, "cached": setup.cached, "same": same, "firsts": firsts}
-            return sums, policy_samples(*model_and_data, setup.scorers, **options)
-
-    sums, samples = zip(*ranks.all(ranks.run(evaluate, scores=True)), strict=True)
-    every = tuple(map(Samples.joined, zip(*samples, strict=True)))
-    own, other = (each.pick(firsts) for each in every)
-    by_model = list(zip(*sums, strict=True))
-    text, *of_reference = map(perplexity_of, by_model)
-    figures = figures_of(own, other, events)
-    names = ("scores", "unscored", "gold", "kl_token", "forward_kl_token", "distinct_2")
-    row: dict[str, Any] = {"eval/perplexity": text.perplexity, "eval/bits_per_byte": text.bits_per_byte}
-    row["eval/documents"] = text.documents
-    row |= {f"eval/{name}": figures[name] for name in names}
-    errors = errors_of(own) | text_errors(by_model[0])
-    row |= {f"eval/{name}_stderr": errors[name] for name in ("perplexity", "scores", "gold", "kl_token")}
-    for perplexity in of_reference:
-        row["eval/reference_perplexity"] = perplexity.perplexity
-        row["eval/reference_distinct_2"] = distinct_2(other.texts)
-    at_start, columns = every[1] if step == 1 else None, setup.scorers.column_names
-    return row, heldout_rows(prompts, firsts, setup.tokenizer, every[0], at_start, columns)

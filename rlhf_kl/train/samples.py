@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_kl.ppo.heldout_samples import SHOWN, Samples, from_median, token_rows
+from rlhf_kl.models.tokens import decode_behind
+from rlhf_kl.ppo.heldout import SHOWN, HeldOut, Samples
 from rlhf_kl.report.texts import HELD_OUT
 from rlhf_kl.rewards.scorer import GOLD, REWARD
-from rlhf_kl.types import Prompts, RolloutBatch
+from rlhf_kl.types import RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest
@@ -48,18 +49,14 @@ def sample_rows(
 
 
 def heldout_rows(
-    prompts: Prompts,
-    firsts: Sequence[int],
-    tokenizer: Any,
-    own: Samples,
-    other: Samples | None,
-    columns: Sequence[str] = (),
+    held: HeldOut, own: Samples, other: Samples | None, columns: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """What the policy answers to the first held-out prompts, and where it is given what the reference answers.
 
-    `prompts`, `firsts`: of `asked`. Of all responses to a prompt the one of the median score is shown, with the mean
-    score; where none or one is scored, the first.
+    Of all responses to a prompt the one of the median score is shown, with the mean score; where none or one is scored,
+    the first.
     """
+    prompts, firsts, tokenizer = held.prompts, held.firsts, held.tokenizer
     ends = [*firsts[1:], len(prompts)]
 
     def response(samples: Samples, i: int, with_tokens: bool = False) -> dict[str, Any]:
@@ -91,3 +88,28 @@ def score_at(scores: Sequence[float] | Tensor, row: int) -> float | None:
 def _columns(row: Mapping[str, Any], names: Sequence[str], logged: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     shown = {**{name: row[name] for name in names if name in row}, **logged}
     return {"columns": {name: str(value) for name, value in shown.items()}} if shown else {}
+
+
+def from_median(scores: Sequence[float]) -> list[int]:
+    """Where the finite scores are, from the median outwards: of an even number, the lower one in the middle."""
+    ranked = sorted((score, i) for i, score in enumerate(scores) if math.isfinite(score))
+    middle = (len(ranked) - 1) // 2
+    return [i for _, (_, i) in sorted(enumerate(ranked), key=lambda pair: abs(pair[0] - middle))]
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """What each token adds to the text; a character of several tokens (an emoji of bytes) stands at its last one."""
+    shown, texts = 0, []
+    for stop, text in enumerate(decode_behind(tokenizer, [ids[:stop] for stop in range(1, len(ids) + 1)]), 1):
+        open_ended = text.endswith("\ufffd") and stop < len(ids)
+        texts.append("" if open_ended else text[shown:])
+        shown = shown if open_ended else len(text)
+    return texts
+
+
+def token_rows(
+    tokenizer: Any, ids: list[int], logprobs: list[float], ref_logprobs: list[float], kl: list[float]
+) -> list[dict[str, Any]]:
+    """One mapping for each token of a response; all of T numbers, log-probs and KL in nats."""
+    columns = zip(token_texts(tokenizer, ids), logprobs, ref_logprobs, kl, strict=True)
+    return [{"text": text, "logprob": p, "ref_logprob": q, "kl": nats} for text, p, q, nats in columns]

@@ -43,7 +43,6 @@ from rlhf_kl.models.value import (
 )
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.optim import adamw, usual_learning_rate
-from rlhf_kl.ppo.heldout_samples import CachedSamples
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
@@ -58,8 +57,6 @@ from rlhf_kl.train.load import Loaded, Loader
 from rlhf_kl.train.world_files import with_files
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
-
-EVAL_PROMPTS = 64
 
 
 @dataclass
@@ -79,7 +76,6 @@ class Setup:
     fingerprints: dict[str, str] = field(default_factory=dict)  # of what a resumed run needs unchanged, by config key
     trunk: Trunk | None = None  # of a separate value function
     sharded: list[nn.Module] = field(default_factory=list)
-    cached: CachedSamples = field(default_factory=dict)  # the reference's responses in evaluations
     engine: VLLM | None = None  # of the rollouts, in place of the policy itself
 
     def resolved(self, config: TrainConfig) -> TrainConfig:
@@ -100,7 +96,7 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     held = config.eval
     rows = sets.prompts(files.data, files.eval)
     read = partial(read_texts, column=held.column, key="eval.column:")
-    texts = sets.load("eval.texts", files.eval.texts, held.split, read, held.most_texts)
+    texts = sets.evaluated(sets.load("eval.texts", files.eval.texts, held.split, read, held.most_texts), held)
     config = with_files(config)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     model = loaded.model.to(loader.device)
@@ -116,8 +112,7 @@ def build_setup(config: TrainConfig, device: torch.device) -> Setup:
     scorers.begin(1, config.updates)
     batch, samples = config.rollout.batch_size, config.rollout.samples_per_prompt
     stream = PromptStream(train, batch, config.run.seed, samples)
-    size = min(EVAL_PROMPTS, max(batch, len(kept)))  # few prompts: each is answered more than once
-    heldout = PromptStream(kept, size, config.run.seed)
+    heldout = PromptStream(kept, held.most_responses, config.run.seed)  # few prompts: each is answered more than once
     sampling = sampling_of(config, model, tokenizer)
     policy = LM(model, loader.dtype)
     longest, options = stream.longest + sampling.max_new_tokens, config.rollout.engine_options

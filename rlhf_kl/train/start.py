@@ -17,6 +17,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.ppo.checks import CHECKED_TOKENS, check_start, checked_prompts
+from rlhf_kl.ppo.heldout import EACH, SHOWN, HeldOut
 from rlhf_kl.ppo.reference import (
     PLANS,
     ReferenceSamples,
@@ -36,7 +37,6 @@ from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.shell import shell_command
 from rlhf_kl.train.device import LAUNCH
-from rlhf_kl.train.plan import EvalPlan, plan_evaluations
 from rlhf_kl.train.setup import Setup, build_trainer
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
@@ -53,13 +53,13 @@ class Training:
     reference_scores: ReferenceScores
     shaping: ScoreShaping
     coef: float  # the starting beta
-    plan: EvalPlan
+    heldout: HeldOut
     clock: Clock
 
     def state_dict(self) -> dict[str, Any]:
         """What `prepare_training` takes in place of a new measurement."""
         scores, shaping = vars(self.reference_scores), vars(self.shaping)
-        return {"coef": self.coef, "reference_scores": scores, "shaping": shaping, "plan": vars(self.plan)}
+        return {"coef": self.coef, "reference_scores": scores, "shaping": shaping}
 
 
 def prepare_training(
@@ -69,7 +69,7 @@ def prepare_training(
 
     Errors: GuardStop, InputError from the checks at the start.
     """
-    ranks, before = ranks or Ranks(), None
+    ranks = ranks or Ranks()
     if saved is None:
         with unsharded(*setup.sharded):
             scores, shaping = score_reference(config, setup, ranks)
@@ -79,14 +79,33 @@ def prepare_training(
     else:
         scores = ReferenceScores(**saved["reference_scores"])
         shaping = ScoreShaping(**saved["shaping"])
-        coef, before = saved["coef"], EvalPlan(**saved["plan"])
-    plan, clock = plan_evaluations(config, setup, scores, before), Clock()
+        coef = saved["coef"]
+    clock = Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
     with contextlib.suppress(InputError):
         solved = solved_coef(config, scores)
         trainer.controller.solved = (solved.coef, solved.known) if solved.known else None
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
-    return Training(trainer, scores, shaping, coef, plan, clock)
+    return Training(trainer, scores, shaping, coef, held_out(config, setup, ranks), clock)
+
+
+def held_out(config: TrainConfig, setup: Setup, ranks: Ranks) -> HeldOut:
+    """What the evaluations of a run measure."""
+    return HeldOut(
+        setup.policy,
+        setup.reference,
+        setup.tokenizer,
+        setup.sampling,
+        setup.heldout.batch(1),
+        texts=setup.texts,
+        scorers=setup.scorers,
+        seed=config.run.seed,
+        batch=config.rollout.batch_size,
+        several=True,
+        shown=SHOWN * EACH,
+        ranks=ranks,
+        sharded=setup.sharded,
+    )
 
 
 def check_sizes(config: TrainConfig, processes: int) -> None:

@@ -19,10 +19,15 @@ from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
 
-TEXT_KEYS = {"perplexity", "nats_per_token", "bits_per_byte", "tokens", "bytes", "documents", "standard_errors"}
-TEXTS_HAVE = {"perplexity", "nats_per_token"}  # an error
-OF_BOTH = {"scores", "gold", "length", "eos_rate", "distinct_2"}
-POLICY_KEYS = OF_BOTH | {"kl_token", "kl_sequence", "forward_kl_token", "prompts", "responses", "texts"}
+
+def with_errors(*names: str) -> set[str]:
+    return {*names, *(f"{name}_stderr" for name in names)}
+
+
+TEXT_KEYS = with_errors("perplexity", "nats_per_token") | {"bits_per_byte", "tokens", "bytes", "documents"}
+OF_BOTH = with_errors("scores", "gold", "length", "eos_rate", "distinct_2")
+POLICY_KEYS = OF_BOTH | with_errors("kl_token", "kl_sequence", "forward_kl_token")
+POLICY_KEYS |= {"unscored", "prompts", "responses", "texts"}
 
 
 def evaluate(**options: Any) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def test_the_texts_of_a_run_are_those_of_its_training_and_its_start_is_the_refer
     start = evaluate(config=str(tiny_run / "config.yaml"))
     assert (start["kl_token"], start["perplexity"]) == pytest.approx((0.0, start["reference"]["perplexity"]), abs=1e-5)
     assert start["scores"] == pytest.approx(read["reference"]["scores"])
-    assert start["standard_errors"]["length"] == pytest.approx(read["reference"]["standard_errors"]["length"])
+    assert start["length_stderr"] == pytest.approx(read["reference"]["length_stderr"])
 
 
 def test_a_single_held_out_prompt_tells_no_error(tiny_run: Path) -> None:
@@ -92,8 +97,11 @@ def test_a_single_held_out_prompt_tells_no_error(tiny_run: Path) -> None:
     found = evaluate(run=tiny_run, samples=40)
     last = json.loads((tiny_run / "summary.json").read_text())["final"]
     assert (found["prompts"], found["responses"]) == (1, 40)
-    assert {name for name, error in found["standard_errors"].items() if error is not None} == TEXTS_HAVE
-    assert last["eval/perplexity_stderr"] == pytest.approx(found["standard_errors"]["perplexity"], rel=1e-4)
+    assert {name for name, error in found.items() if name.endswith("_stderr") and error is not None} == {
+        "perplexity_stderr",
+        "nats_per_token_stderr",
+    }
+    assert last["eval/perplexity_stderr"] == pytest.approx(found["perplexity_stderr"], rel=1e-4)
     assert last["eval/scores_stderr"] is last["eval/kl_token_stderr"] is None
     table = " ".join(_table(found).split())
     assert table.endswith(

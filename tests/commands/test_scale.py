@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rlhf_kl.commands.scale import _median_texts, rise_error, usual_samples
-from rlhf_kl.ppo.heldout_samples import Samples
+from rlhf_kl.ppo.heldout import Samples
 from rlhf_kl.report.sweep import scaled_answer
 from tests.runs import updates
 
@@ -45,16 +45,16 @@ def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> 
     assert trained["scale"] == 1.0
     assert [row["target"] for row in (low, half, high)] == targets[:3]
     for row in (low, half, high):
-        assert row["kl"] == pytest.approx(row["target"], rel=0.15)
+        assert row["kl_token"] == pytest.approx(row["target"], rel=0.15)
         assert len({text["text"] for text in row["texts"]}) == 2
-    assert trained["kl"] == pytest.approx(kl, rel=1e-4)  # as `eval` measures it, on the same prompts
+    assert trained["kl_token"] == pytest.approx(kl, rel=1e-4)  # as `eval` measures it, on the same prompts
     assert trained["perplexity"] == pytest.approx(full["perplexity"], rel=1e-5)
     assert document["reference"]["perplexity"] == pytest.approx(full["reference"]["perplexity"], rel=1e-5)
     assert 0.3 < low["scale"] < half["scale"] < 1 < high["scale"] < 1.5
     assert document["too_far"] == [targets[3]]
-    assert (document["samples"], document["prompts"]) == (64, full["prompts"]) == (64, 5)
-    assert trained["standard_errors"]["kl"] == pytest.approx(full["standard_errors"]["kl_token"], rel=1e-3)
-    assert all(row["standard_errors"]["score_rise"] >= 0 for row in rows)
+    assert (document["responses"], document["prompts"]) == (64, full["prompts"]) == (64, 5)
+    assert trained["kl_token_stderr"] == pytest.approx(full["kl_token_stderr"], rel=1e-3)
+    assert all(row["score_rise_stderr"] >= 0 for row in rows)
     # What was saved is on the line between the reference and the merged policy, and is an ordinary model.
     saved, start = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -124,7 +124,7 @@ def test_a_slow_model_gets_fewer_responses(seconds: list[float], samples: int, w
 def test_the_default_is_told(run: Path, rlhf_kl: Cli) -> None:
     done = rlhf_kl("scale", run, "--plugins", "--targets", "0.01", "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["samples"] == 256
+    assert json.loads(done.out)["responses"] == 256
     (line,) = (line for line in done.err.splitlines() if "responses at each target" in line)
     assert re.search(r"256 responses at each target: each took [\d.e-]+ s in the run \(--samples N draws another", line)
 
@@ -139,10 +139,10 @@ def test_what_prompts_have_in_common_is_no_error_of_a_rise() -> None:
 
 
 def test_one_prompt_suggests_no_target() -> None:
-    row = {"target": 0.1, "scale": 1.0, **dict.fromkeys(("kl", "kl_sequence", "scores", "perplexity"), 1.0)}
-    row |= {"gold": None, "forward_kl_token": 0.1, "distinct_2": 0.5, "standard_errors": defaultdict(lambda: None)}
+    row = defaultdict[str, Any](lambda: None, target=0.1, scale=1.0, kl_token=1.0, kl_sequence=1.0, scores=1.0)
+    row |= {"perplexity": 1.0, "forward_kl_token": 0.1, "distinct_2": 0.5}
     reference = {"scores": 0.0, "perplexity": 1.0, "distinct_2": 0.5}
-    document = {"unit": "token", "samples": 64, "rows": [row], "reference": reference, "too_far": []}
+    document = {"unit": "token", "responses": 64, "rows": [row], "reference": reference, "too_far": []}
     answers = [scaled_answer(document | {"prompts": prompts}, "runs/x")[0] for prompts in (1, 2)]
     assert answers[0].startswith("One prompt suggests no target. What it found: 0.1 nats per token: ")
     assert answers[1].startswith("Suggested target: 0.1 nats per token: ")

@@ -17,6 +17,7 @@ from tokenizers.models import BPE, WordLevel
 from torch.distributions import Categorical, kl_divergence
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
 from rlhf_kl.events import EvalScores, Event
 from rlhf_kl.models.lm import LM
@@ -24,22 +25,12 @@ from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.models.tokens import decode_responses, encode
-from rlhf_kl.ppo.heldout_samples import (
-    Samples,
-    asked,
-    distinct_2,
-    errors_of,
-    figures_of,
-    policy_samples,
-    standard_error,
-    token_rows,
-    token_texts,
-)
+from rlhf_kl.ppo.heldout import HeldOut, Samples, asked, distinct_2, errors_of, figures_of, standard_error
 from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.train.samples import heldout_rows
+from rlhf_kl.train.samples import heldout_rows, token_rows, token_texts
 from rlhf_kl.types import Prompts, Sampled, Sampling
 from tests.made import Make
 
@@ -50,11 +41,8 @@ def perplexity(*arguments: Any, **options: Any) -> Perplexity:
     return perplexity_of([text_sums(*arguments, **options)])
 
 
-def policy_figures(
-    policy: LM, reference: LM, prompts: Prompts, seed: int, sampling: Sampling, tokenizer: Any, **options: Any
-) -> Any:
-    every = range(len(prompts))
-    samples = policy_samples(policy, reference, prompts, every, seed, sampling, tokenizer, **options)
+def policy_figures(policy: LM, reference: LM, prompts: Prompts, tokenizer: Any, **options: Any) -> Any:
+    samples = HeldOut(policy, reference, tokenizer, SAMPLING, prompts, **options).samples()
     return SimpleNamespace(**figures_of(*samples, []))
 
 
@@ -175,11 +163,11 @@ def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
         return Samples(kl, lengths, [True] * 60, texts, [1.0, math.nan] * 30, [1.0] * 60, prompts=list(range(60)))
 
     made = [drawn() for _ in range(300)]
-    figures, errors = [figures_of(each, each, []) for each in made], [errors_of(each) for each in made]
+    figures = [figures_of(each, each, []) for each in made]
     for name in ("kl_token", "kl_sequence", "length", "distinct_2"):
-        told = math.sqrt(fmean(error[name] ** 2 for error in errors))  # type: ignore[operator]
+        told = math.sqrt(fmean(figure[f"{name}_stderr"] ** 2 for figure in figures))
         assert told == pytest.approx(stdev(figure[name] for figure in figures), rel=0.2), name
-    assert errors[0]["scores"] == errors[0]["eos_rate"] == 0.0
+    assert figures[0]["scores_stderr"] == figures[0]["eos_rate_stderr"] == 0.0
     nats = [[(draws.gauss(1, 0.5) * n, n) for n in (5, 10, 20) * 10] for _ in range(300)]
     told = math.sqrt(fmean(standard_error(*zip(*each, strict=True), of=math.exp) ** 2 for each in nats))
     found = [math.exp(sum(x for x, _ in each) / sum(n for _, n in each)) for each in nats]
@@ -221,7 +209,7 @@ def test_the_draws_are_prompts_with_all_of_their_responses() -> None:
     single = [errors_of(replace(each, prompts=list(range(len(each.texts))))) for each in made]
 
     def mean_square(every: list[dict[str, float | None]], name: str) -> float:
-        return math.sqrt(fmean((each[name] or math.nan) ** 2 for each in every))
+        return math.sqrt(fmean((each[f"{name}_stderr"] or math.nan) ** 2 for each in every))
 
     for name in ("kl_token", "kl_sequence", "scores", "length", "eos_rate", "distinct_2"):
         spread = stdev(figure[name] for figure in figures)
@@ -236,8 +224,8 @@ def test_the_draws_are_prompts_with_all_of_their_responses() -> None:
     told, apart = errors_of(one), errors_of(replace(one, prompts=list(range(len(one.texts)))))
     for name in ("kl_token", "kl_sequence", "scores", "length", "eos_rate"):
         spread = stdev(figure[name] for figure in found)
-        assert told[name] == pytest.approx(spread, rel=0.1), name
-        assert (apart[name] or math.nan) < 0.6 * spread, name
+        assert told[f"{name}_stderr"] == pytest.approx(spread, rel=0.1), name
+        assert (apart[f"{name}_stderr"] or math.nan) < 0.6 * spread, name
 
 
 def test_a_single_prompt_has_no_standard_error() -> None:
@@ -274,10 +262,8 @@ def prompts(prompts_of: Make) -> Prompts:
 
 @pytest.fixture
 def figures(prompts: Prompts, letters: Any) -> Make:
-    """`figures(policy, reference, batch_size=...)`."""
-    return lambda policy, reference, seed=0, **arguments: policy_figures(
-        policy, reference, prompts, seed, SAMPLING, letters, **arguments
-    )
+    """`figures(policy, reference, batch=...)`."""
+    return lambda policy, reference, **options: policy_figures(policy, reference, prompts, letters, **options)
 
 
 def kl_by_row(policy: LM, reference: LM, prompts: Prompts, own_logits: Make) -> tuple[Sampled, float]:
@@ -306,65 +292,90 @@ def test_figures_of_a_policy(new_model: Make, letters: Any, prompts: Prompts, fi
     assert result.eos_rate == pytest.approx(int(sampled.ended.sum()) / 12)
 
 
+@pytest.fixture
+def held(prompts: Prompts, letters: Any) -> Make:
+    """`held(policy, reference, batch=...)`: of which no more than `batch` responses are drawn together."""
+    return lambda policy, reference, **options: HeldOut(policy, reference, letters, SAMPLING, prompts, **options)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_kl.ppo.rollout.rows_at_once", lambda batch, *_: batch)
+
+
+@pytest.mark.usefixtures("small_batches")
 def test_the_samples_of_the_reference_are_drawn_once(
-    new_model: Make, letters: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    new_model: Make, held: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second evaluation has another policy, and the forward KL of that policy."""
-    first, second, reference = (LM(new_model(seed=seed)) for seed in (3, 4, 2))
-    drawn, count = {}, 0
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal count
-        count += arguments[0] is reference
-        return sample(*arguments)
-
-    monkeypatch.setattr("rlhf_kl.ppo.heldout_samples.sample", counted)
-    for policy in (first, second):
-        rest = (prompts, range(12), 0, SAMPLING, letters)
-        kept = policy_samples(policy, reference, *rest, batch_size=5, cached=drawn)
-        assert kept == policy_samples(policy, reference, *rest, batch_size=5)
-    assert all(sampled.states is None for _, sampled in drawn.values())
-    assert count == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
+    policy, second, reference = (LM(new_model(seed=seed)) for seed in (3, 4, 2))
+    calls = list[Any]()
+    monkeypatch.setattr("rlhf_kl.ppo.rollout.sample", lambda *words: calls.append(words[0]) or sample(*words))
+    keeps = held(policy, reference, batch=5)
+    first = keeps.samples()
+    assert first == held(policy, reference, batch=5).samples()
+    policy.model.load_state_dict(second.model.state_dict())
+    again = keeps.samples()
+    assert again == held(policy, reference, batch=5).samples()
+    assert (again[1].texts, again[1].kl == first[1].kl) == (first[1].texts, False)
+    assert all(sampled.states is None for _, sampled in keeps.kept)
+    assert calls.count(reference) == 3 + 2 * 3  # three batches once, and in each of the two that keep nothing
 
 
 def test_a_policy_that_is_still_its_reference_is_sampled_once(
-    new_model: Make, letters: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    new_model: Make, held: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, reference, later = (LM(new_model(seed=seed)) for seed in (2, 2, 3))
-    rest, drawn = (prompts, range(12), 0, SAMPLING, letters), dict[Any, Any]()
-    both = policy_samples(policy, reference, *rest, scorers=WITH_GOLD)
+    options: dict[str, Any] = {"scorers": WITH_GOLD, "batch": 16}
+    both, keeps = held(policy, reference, **options).samples(), held(policy, reference, **options)
     calls = list[Any]()
-    monkeypatch.setattr("rlhf_kl.ppo.heldout_samples.sample", lambda *words: calls.append(words) or sample(*words))
-    once = policy_samples(policy, reference, *rest, scorers=WITH_GOLD, cached=drawn, same=True)
+    monkeypatch.setattr("rlhf_kl.ppo.rollout.sample", lambda *words: calls.append(words) or sample(*words))
+    once = keeps.samples(same=True)
     for one, expected in zip(once, both, strict=True):
         assert (one.texts, one.lengths, one.scores[:2]) == (expected.texts, expected.lengths, expected.scores[:2])
         assert one.kl == pytest.approx(expected.kl, abs=1e-6)
     assert len(calls) == 1
     # Later these are the samples of the reference, which are scored once.
-    assert policy_samples(later, reference, *rest, cached=drawn) == policy_samples(later, reference, *rest)
-    assert policy_samples(later, reference, *rest, scorers=WITH_GOLD, cached=drawn)[1].scores == []
+    policy.model.load_state_dict(later.model.state_dict())
+    own, other = keeps.samples()
+    anew = held(policy, reference, **options).samples()
+    assert (own, other) == (anew[0], replace(anew[1], scores=[], gold=[]))
+
+
+class Part(Ranks):
+    """One of three processes, alone."""
+
+    count = 3
+
+    def __init__(self, index: int, whole: int) -> None:
+        self.index, self.rows = index, [slice(0, 5), slice(5, 17), slice(17, whole)][index]
+
+    def mine(self, rows: Any) -> Any:
+        return rows[self.rows]
+
+    def run(self, work: Any, *, scores: bool = False) -> Any:
+        return work()
 
 
 def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_processes(
-    new_model: Make, letters: Any, prompts: Prompts
+    new_model: Make, held: Make, letters: Any, prompts: Prompts
 ) -> None:
     models, (every, firsts) = [LM(new_model(seed=seed)) for seed in (3, 2)], asked(prompts)
     assert (len(every), firsts) == (26, [0, 8, *range(16, 26)])
     assert every.pick(firsts) == prompts
-
-    def sampled(*parts: range, **options: Any) -> list[Samples]:
-        rest = (0, SAMPLING, letters, WITH_GOLD)
-        each = [policy_samples(*models, every, part, *rest, firsts=firsts, **options) for part in parts]
-        return [Samples.joined(several) for several in zip(*each, strict=True)]
-
-    pair = own, other = sampled(range(26))
-    alone = policy_samples(*models, prompts, range(12), 0, SAMPLING, letters)
+    whole = held(*models, scorers=WITH_GOLD, several=True, shown=16)
+    pair = own, other = whole.samples()
+    alone = held(*models).samples()
     assert [each.pick(firsts).texts for each in pair] == [each.texts for each in alone]
     assert [len(each.scores) for each in pair] == [26, 16]
-    for one, parts in zip(pair, sampled(range(5), range(5, 17), range(17, 26), batch_size=2), strict=True):
+    each = [
+        held(*models, scorers=WITH_GOLD, several=True, shown=16, batch=6, ranks=Part(index, 26)).samples()
+        for index in range(3)
+    ]
+    for one, parts in zip(pair, (Samples.joined(several) for several in zip(*each, strict=True)), strict=True):
         assert (one.texts, one.scores, one.gold) == (parts.texts, parts.scores, parts.gold)
         assert len(one.tokens) == len(parts.tokens) == 16
-    rows = heldout_rows(every, firsts, letters, own, other)
+    rows = heldout_rows(whole, own, other)
     assert [row["prompt"] for row in rows] == prompts.texts[:2]
     for i, row in enumerate(rows):
         for samples, shown in zip(pair, (row, row["reference"]), strict=True):
@@ -375,10 +386,10 @@ def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_proc
             assert (shown["score_mean"], shown["of"]) == (fmean(map(len, texts)), 8)
         assert row["kl"] == pytest.approx(sum(token["kl"] for token in row["tokens"]), abs=1e-5)
     own.scores[:8] = [*[math.nan] * 6, 1.0, 2.0]
-    shown, _ = heldout_rows(every, firsts, letters, own, None)
+    shown, _ = heldout_rows(whole, own, None)
     assert (shown["response"], shown["score_mean"], shown["of"]) == (own.texts[6], 1.5, 2)
     own.scores[6] = math.inf  # one score has no median
-    shown = heldout_rows(every, firsts, letters, own, None)[0]
+    shown = heldout_rows(whole, own, None)[0]
     assert (shown["response"], shown["score"], "of" in shown) == (own.texts[0], None, False)
 
 
@@ -397,17 +408,18 @@ def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:
     assert (figures["scores"], figures["unscored"], events) == (None, 1, [EvalScores()])
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_figures_do_not_depend_on_the_size_of_a_batch_but_on_the_seed(new_model: Make, figures: Make) -> None:
     policy, reference = (LM(new_model(seed=seed)) for seed in (3, 2))
     rows: list[int] = []
     hook = reference.model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    by_five = figures(policy, reference, scorers=WITH_GOLD, batch_size=5)
+    by_five = figures(policy, reference, scorers=WITH_GOLD, batch=5)
     hook.remove()
     assert rows[0] == 5
-    whole = figures(policy, reference, scorers=WITH_GOLD)
-    for name, value in vars(whole).items():
-        assert getattr(by_five, name) == pytest.approx(value, rel=1e-5), name
-    assert figures(policy, reference, scorers=WITH_GOLD, seed=1) != whole
+    whole = figures(policy, reference, scorers=WITH_GOLD, batch=12)
+    known = {name: value for name, value in vars(whole).items() if value is not None}  # without word pairs
+    assert known == pytest.approx({name: getattr(by_five, name) for name in known}, rel=1e-5)
+    assert figures(policy, reference, scorers=WITH_GOLD, batch=12, seed=1) != whole
 
 
 def test_a_real_model_on_real_stories(real_data: Path, own_logits: Make) -> None:

@@ -68,7 +68,6 @@ def test_a_batch_worked_by_hand() -> None:
         "objective/rlhf_reward": 1.0 - 0.5 * 0.45,
         "objective/kl_share": 0.225 / 1.225,  # beta * sequence KL beside the score
         "kl/token": 0.3,  # (0.1 + 0.3 + 0.5) / 3 tokens
-        "kl/exact": 0.3,
         "kl/sequence": 0.45,  # (0.4 + 0.5) / 2 responses
         "kl/sequence_stderr": 0.05,  # 0.4 and 0.5: spread 0.1 / sqrt(2), over sqrt(2)
         "kl/max_token": 0.5,

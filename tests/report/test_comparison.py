@@ -66,7 +66,7 @@ def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> 
 
 
 def test_perplexities_of_different_texts_have_a_note(write_run: Write, metrics_rows: Rows) -> None:
-    """With `eval.max_documents: auto` two runs may read other numbers of texts."""
+    """Where `eval.max_documents` differs, and in runs from before it had a fixed default."""
     paths = []
     for name, documents in (("a", 8), ("b", 20)):
         rows = metrics_rows([0.1] * 4)

@@ -1,9 +1,7 @@
-"""What `eval` and `scale` measure on held-out texts and prompts, with standard errors. It imports torch."""
+"""What `eval` and `scale` measure: a run, the start of a config, or any model. It imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,28 +14,18 @@ from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
 from rlhf_kl.models.lora import adapter_base, blame_base, is_adapter
-from rlhf_kl.models.perplexity import perplexity_of, text_sums
-from rlhf_kl.ppo.heldout_samples import (
-    NO_SCORERS,
-    CachedSamples,
-    Samples,
-    errors_of,
-    figures_of,
-    policy_samples,
-    text_errors,
-)
-from rlhf_kl.ppo.rollout import rows_at_once
+from rlhf_kl.ppo.heldout import NO_SCORERS, HeldOut, Samples, figures_of
 from rlhf_kl.ppo.way import same_weights
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.train.device import on_this_machine, run_device
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.setup import build_prompts, sampling_of
 from rlhf_kl.train.world_files import with_files, world_file
-from rlhf_kl.types import Prompts
+from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 
 
-class HeldOut:
+class Subject:
     """Data and models of a run, of a config's start, or of any model (which has no prompts)."""
 
     def __init__(
@@ -95,71 +83,54 @@ class HeldOut:
         start = load.language_model(self.config.policy.model, "policy.model").model
         return same_weights(start, self.reference.model)
 
-    @property
-    def sampling(self) -> Any:
-        return sampling_of(self.config, self.policy.model, self.tokenizer)
+    def held_out(self, samples: int | None, **options: Any) -> HeldOut:
+        """The evaluation with `samples` responses (None: one to each held-out prompt); `options`: of `HeldOut`.
 
-    def perplexity(self, name: str) -> dict[str, Any]:
-        """Perplexity of the "policy" or the "reference", by the keys of `eval --json`."""
-        lm, tokenizer = self.policy, self.tokenizer
+        Some prompts are answered more than once where there are fewer of them. A model alone has none.
+        """
+        config, prompts, sampling = self.config, Prompts([], [], [], []), Sampling(0, 1.0, [], 0)  # of no prompts
+        if self.rows:
+            sampling = sampling_of(config, self.policy.model, self.tokenizer)
+            _, kept = build_prompts(config, self.rows, self.policy.model, self.tokenizer)
+            several = samples or max(len(kept), config.rollout.batch_size)
+            self.scorers.begin(config.updates + 1, config.updates)
+            prompts = PromptStream(kept, several, config.run.seed).batch(1)
+        return HeldOut(
+            self.policy,
+            self.reference,
+            self.tokenizer,
+            sampling,
+            prompts,
+            texts=self.documents,
+            scorers=self.scorers,
+            seed=config.run.seed,
+            batch=config.rollout.batch_size,
+            **options,
+        )
+
+    def of_texts(self, held: HeldOut, name: str) -> dict[str, Any]:
+        """The figures of the "policy" or the "reference" on the texts; `name`: of it, or what else is shown."""
+        model, tokenizer = self.policy, self.tokenizer
         if name == "reference" and self.reference is not None:
-            lm, tokenizer = self.reference, self.reference_tokenizer
+            model, tokenizer = self.reference, self.reference_tokenizer
         with ui.progress(f"reading {len(self.documents)} documents: {name}") as advance:
-            sums = text_sums(lm, tokenizer, self.documents, advance=advance)
-        return asdict(perplexity_of([sums])) | {"standard_errors": text_errors([sums])}
+            return held.perplexity(model, tokenizer, advance)
 
-    def prompts(self, samples: int | None) -> tuple[Prompts, int]:
-        """The prompts of `samples` responses (None: one to each held-out prompt), and how many different ones.
-
-        Some prompts are answered more than once where there are fewer of them. Prompts of the same tokens are one.
-        """
-        _, kept = build_prompts(self.config, self.rows, self.policy.model, self.tokenizer)
-        several = samples or max(len(kept), self.config.rollout.batch_size)
-        self.scorers.begin(self.config.updates + 1, self.config.updates)
-        prompts = PromptStream(kept, several, self.config.run.seed).batch(1)
-        return prompts, len({*map(tuple, prompts.ids)})
-
-    def sampled(
-        self, prompts: Prompts, firsts: Sequence[int], name: str, cached: CachedSamples | None = None
-    ) -> tuple[dict[str, Any], Samples, Samples]:
-        """Figures of the policy by the keys of `eval --json`, its samples and those of the reference.
-
-        The figures are of the `firsts` of the prompts; see `asked`. `cached`: as in `policy_samples`.
-        """
-        with ui.progress(f"sampling {len(prompts)} responses: {name}", 2 * len(prompts)) as advance:
-            every = policy_samples(
-                self.policy,
-                self.reference,
-                prompts,
-                range(len(prompts)),
-                self.config.run.seed,
-                self.sampling,
-                self.tokenizer,
-                self.scorers,
-                batch_size=rows_at_once(self.config.rollout.batch_size, prompts, self.sampling),
-                advance=advance,
-                cached=cached,
-                shown=len(prompts),
-                firsts=firsts,
-            )
-        own, other = (samples.pick(firsts) for samples in every)
+    def of_prompts(self, held: HeldOut, name: str) -> tuple[dict[str, Any], Samples, Samples]:
+        """The policy's figures on the prompts, all of its samples and those of the reference."""
+        count = len(held.prompts)
+        with ui.progress(f"sampling {count} responses: {name}", 2 * count) as advance:
+            every = held.samples(advance=advance)
         events: list[Event] = []
+        own, other = (samples.pick(held.firsts) for samples in every)
         figures = figures_of(own, other, events)
         for alert in worded(events):
             log.warning(alert)
-        if unscored := figures.pop("unscored"):
-            log.warning(f"scores: the reward returned None for {unscored} of {len(firsts)} responses: left out")
-        forgetting = {"forward_kl_token": errors_of(other)["kl_token"]}
-        return figures | {"standard_errors": errors_of(own) | forgetting}, *every
+        if unscored := figures["unscored"]:
+            log.warning(f"scores: the reward returned None for {unscored} of {len(held.firsts)} responses: left out")
+        return figures, *every
 
 
-def of_reference(own: Samples, other: Samples) -> dict[str, Any]:
-    """The figures of the reference beside those of a policy."""
-    names = ("scores", "gold", "length", "eos_rate", "distinct_2")
-    figures, errors = figures_of(other, own, []), errors_of(other)
-    return {name: figures[name] for name in names} | {"standard_errors": {name: errors[name] for name in names}}
-
-
-def joined(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Figures of one model from two measurements, with the standard errors of both."""
-    return a | b | {"standard_errors": a["standard_errors"] | b["standard_errors"]}
+def different(prompts: Prompts) -> int:
+    """How many prompts there are; those of the same tokens are one."""
+    return len({*map(tuple, prompts.ids)})
