@@ -51,10 +51,6 @@ class Responses(NamedTuple):
     texts: list[str]  # without special tokens
     ids: list[list[int]]  # the tokens that were sampled, EOS included
 
-    def first(self, count: int) -> Responses:
-        """The first `count` of them."""
-        return Responses(self.prompts.pick(range(len(self.texts))[:count]), self.texts[:count], self.ids[:count])
-
 
 @dataclass(frozen=True)
 class Sampling:

@@ -23,6 +23,11 @@ RESPONSES = (5, 1, 3, 2, 5, 4)
 BATCH = Responses(Prompts(["p", "q", "r"], [[]] * 3, [{}] * 3, [()] * 3), ["first", "second", "third"], [[1], [2], [3]])
 
 
+def first_of(responses: Responses, count: int) -> Responses:
+    """The first `count` of them."""
+    return Responses(responses.prompts.pick(range(count)), responses.texts[:count], responses.ids[:count])
+
+
 def two_prompts() -> Layout:
     """Six rows over two prompts of different lengths, in tokens of letters."""
     noise = torch.Generator().manual_seed(0)

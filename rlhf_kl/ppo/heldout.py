@@ -49,7 +49,7 @@ class Samples:
     scores: list[float] = field(default_factory=list)  # NaN = not scored
     gold: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # of the gold scorer
-    tokens: list[list[list[Any]]] = field(default_factory=list)  # of the first ones: what `token_rows` reads
+    tokens: list[list[list[Any]]] = field(default_factory=list)  # what `token_rows` reads
     prompts: list[Hashable] = field(default_factory=list)  # equal for responses to the same prompt
 
     def pick(self, rows: Sequence[int]) -> Samples:
@@ -92,15 +92,13 @@ class HeldOut:
         purpose: str = "evaluation",
         batch: int = 1,
         several: bool = False,
-        shown: int | None = None,
         ranks: Ranks | None = None,
         sharded: Sequence[nn.Module] = (),
     ) -> None:
         """`several`: to the first prompts, as `asked`; the figures are of the first response to each prompt.
 
-        `batch`: responses of all ranks that are drawn together, or more where they are short. `shown` (None: all): of
-        so many responses the tokens are kept, and so many of the reference's are scored. `sharded`: models that are
-        sampled from or score.
+        `batch`: responses of all ranks that are drawn together, or more where they are short. `sharded`: models that
+        are sampled from or score.
         """
         self.policy, self.reference, self.tokenizer, self.sampling = policy, reference, tokenizer, sampling
         self.texts, self.scorers, self.sharded, self.ranks = texts, scorers, sharded, ranks or Ranks()
@@ -114,14 +112,13 @@ class HeldOut:
         mine = self.ranks.mine(range(len(self.prompts)))
         batches = [mine[start : start + size] for start in range(0, len(mine), size)]
         self.batches = [(self.prompts.pick(rows), noise[rows.start : rows.stop]) for rows in batches]  # of this process
-        self.shown = (len(self.prompts) if shown is None else shown) - mine.start  # of this process's responses
         self.kept: Drawn = []  # the reference's responses, which are the same every time
 
     # ---- the three steps, of this process's part of the prompts
 
     def draw(self, model: LM) -> Drawn:
         """One response of a model to each prompt, in batches."""
-        drawn = [rollout.sample(model, *each, self.sampling, self.tokenizer) for each in self.batches]
+        drawn = (rollout.sample(model, *each, self.sampling, self.tokenizer) for each in self.batches)
         return [(responses, sampled._replace(states=None)) for responses, sampled in drawn]  # large, and not read
 
     def measure(self, drawn: Drawn, model: LM, other: LM | None, advance: Callable[[int], None]) -> Samples:
@@ -143,22 +140,17 @@ class HeldOut:
                 made.kl += float64(stats.exact_kl).sum(1).tolist()
                 read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
                 mask, *columns = (x.cpu() for x in read)  # at once: each read of a row would wait for a GPU
-                for i in range(min(self.shown - len(made.tokens), len(responses.texts))):
-                    made.tokens.append([column[i][mask[i]].tolist() for column in columns])
+                made.tokens += [[column[i][mask[i]].tolist() for column in columns] for i in range(len(mask))]
             advance(len(responses.texts))
         return made
 
-    def score(self, samples: Samples, drawn: Drawn, count: int) -> None:
-        """Score the first `count` responses; gold no more after a failure. Errors: InputError from a reward."""
+    def score(self, samples: Samples, drawn: Drawn) -> None:
+        """Score the responses; gold no more after a failure. Errors: InputError from a reward."""
         for responses, _ in drawn:
-            if count <= 0:
-                return
-            some = responses if len(responses.texts) <= count else responses.first(count)
-            values, failures = (self.scorers.trained if samples.failures else self.scorers)(some)
+            values, failures = (self.scorers.trained if samples.failures else self.scorers)(responses)
             samples.scores += values.get(REWARD, torch.empty(0)).tolist()
             samples.gold += values.get(GOLD, torch.empty(0)).tolist()
             samples.failures += failures
-            count -= len(some.texts)
 
     # ---- of all processes
 
@@ -170,23 +162,22 @@ class HeldOut:
         `same`: the policy is still the reference, so its samples are those of both. The reference's are drawn once,
         and scored only then. `advance(n)` is called after every n responses. Errors: InputError from a reward.
         """
-
         with unsharded(*self.sharded), library_state_kept(), self.scorers.kept():
             parts = self.ranks.each(partial(self._own_part, same, advance), scores=True)
         own, other = map(Samples.joined, zip(*parts, strict=True))
         return own, other
 
     def _own_part(self, same: bool, advance: Callable[[int], None]) -> tuple[Samples, Samples]:
-        first, other, drawn = not self.kept, Samples(), self.kept
-        if first and self.reference is not None:
-            self.kept = self.draw(self.policy if same else self.reference)
-        if self.kept and self.reference is not None and not same:
-            other = self.measure(self.kept, self.reference, self.policy, advance)
+        first, reference, other = not self.kept, self.reference, Samples()
+        if first and reference is not None:
+            self.kept = self.draw(self.policy if same else reference)
+        if reference is not None and not same:
+            other = self.measure(self.kept, reference, self.policy, advance)
         drawn = self.kept if same else self.draw(self.policy)
-        own = self.measure(drawn, self.policy, self.reference, advance)
-        self.score(own, drawn, len(own.texts))
+        own = self.measure(drawn, self.policy, reference, advance)
+        self.score(own, drawn)
         if first and not same:
-            self.score(other, self.kept, self.shown)
+            self.score(other, self.kept)
         return own, own if same else other
 
     def perplexity(

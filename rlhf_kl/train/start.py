@@ -17,7 +17,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.ppo.checks import CHECKED_TOKENS, check_start, checked_prompts
-from rlhf_kl.ppo.heldout import EACH, SHOWN, HeldOut
+from rlhf_kl.ppo.heldout import HeldOut
 from rlhf_kl.ppo.reference import (
     PLANS,
     ReferenceSamples,
@@ -102,7 +102,6 @@ def held_out(config: TrainConfig, setup: Setup, ranks: Ranks) -> HeldOut:
         seed=config.run.seed,
         batch=config.rollout.batch_size,
         several=True,
-        shown=SHOWN * EACH,
         ranks=ranks,
         sharded=setup.sharded,
     )

@@ -363,18 +363,17 @@ def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_proc
     models, (every, firsts) = [LM(new_model(seed=seed)) for seed in (3, 2)], asked(prompts)
     assert (len(every), firsts) == (26, [0, 8, *range(16, 26)])
     assert every.pick(firsts) == prompts
-    whole = held(*models, scorers=WITH_GOLD, several=True, shown=16)
+    whole = held(*models, scorers=WITH_GOLD, several=True)
     pair = own, other = whole.samples()
     alone = held(*models).samples()
     assert [each.pick(firsts).texts for each in pair] == [each.texts for each in alone]
-    assert [len(each.scores) for each in pair] == [26, 16]
+    assert [len(each.scores) for each in pair] == [26, 26]
     each = [
-        held(*models, scorers=WITH_GOLD, several=True, shown=16, batch=6, ranks=Part(index, 26)).samples()
-        for index in range(3)
+        held(*models, scorers=WITH_GOLD, several=True, batch=6, ranks=Part(index, 26)).samples() for index in range(3)
     ]
     for one, parts in zip(pair, (Samples.joined(several) for several in zip(*each, strict=True)), strict=True):
         assert (one.texts, one.scores, one.gold) == (parts.texts, parts.scores, parts.gold)
-        assert len(one.tokens) == len(parts.tokens) == 16
+        assert len(one.tokens) == len(parts.tokens) == 26
     rows = heldout_rows(whole, own, other)
     assert [row["prompt"] for row in rows] == prompts.texts[:2]
     for i, row in enumerate(rows):

@@ -18,7 +18,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.plugins import filled
 from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TRLReward
 from rlhf_kl.types import Prompts, Responses
-from tests.made import BATCH
+from tests.made import BATCH, first_of
 
 
 def problem(reward: Callable[..., Any]) -> str:
@@ -73,7 +73,7 @@ def test_numbers_of_every_make_are_taken_and_none_is_no_score(value: Any, scores
     "value", [np.array([1.0, np.nan]), [np.True_, np.float32("nan")], torch.tensor([1.0, NAN]), (True, None)]
 )
 def test_for_trl_true_is_one_and_nan_no_score(value: Any) -> None:
-    scores = TRLReward(lambda prompts, completions: value)(BATCH.first(2))
+    scores = TRLReward(lambda prompts, completions: value)(first_of(BATCH, 2))
     assert scores.tolist() == pytest.approx([1.0, NAN], nan_ok=True)
 
 

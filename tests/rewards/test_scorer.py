@@ -13,7 +13,7 @@ from rlhf_kl.models.pretrained import load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers, mean_metrics, mean_score
-from tests.made import BATCH
+from tests.made import BATCH, first_of
 
 
 def returns(value: Any) -> PluginReward:
@@ -94,12 +94,12 @@ def scorers(kind: Callable[..., Any] = Counts) -> Scorers:
 
 def test_states_go_into_a_checkpoint_and_back_and_an_evaluation_leaves_them_as_they_were() -> None:
     made, again = scorers(), scorers()
-    made(BATCH.first(1))
+    made(first_of(BATCH, 1))
     states = made.state_dict()
     assert states == {"terms.a": {"seen": 11}, "gold": {"seen": 31}}
     again.load_state_dict(states)
     with again.kept():
-        again(BATCH.first(1))
+        again(first_of(BATCH, 1))
     assert again.state_dict() == states
 
 
