@@ -57,7 +57,7 @@ def weights(module: Any) -> Tensor:
 
 def row_of(trainer: Any, step: int) -> dict[str, Any]:
     """What an update logs."""
-    return update_row(trainer.update(step), trainer.config)
+    return update_row(trainer.update(step), trainer.settings)
 
 
 class Recorder:

@@ -22,13 +22,12 @@ import psutil
 import torch
 
 from rlhf_kl import ui
+from rlhf_kl.clock import peak_memory_mb
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.control.tilt import best_of_n
-from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.data.rows import read_pairs
 from rlhf_kl.errors import EngineFailed, GuardStop, InputError, MemoryFull
 from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
@@ -41,20 +40,21 @@ from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.rewards.scorer import REWARD
 from rlhf_kl.run.checkpoint import checkpoint_size, interval_words, usual_interval, volume
-from rlhf_kl.run.log import check_installed, peak_memory_mb
+from rlhf_kl.run.log import check_installed
 from rlhf_kl.run.measured import conditions, keep_measured
 from rlhf_kl.seeding import library_state, seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
-from rlhf_kl.train.device import SLOWER, bfloat16_slowdown, on_this_machine, run_device
+from rlhf_kl.train import sets
+from rlhf_kl.train.device import SLOWER, bfloat16_slowdown, run_device
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.loop import evaluate_policy
-from rlhf_kl.train.setup import Setup, build_setup, learning_rate
+from rlhf_kl.train.resolved import resolve
+from rlhf_kl.train.setup import Setup, build_setup
 from rlhf_kl.train.start import Training, check_sizes, prepare_training
-from rlhf_kl.train.world_files import with_files
-from rlhf_kl.types import RolloutBatch
+from rlhf_kl.train.trainer import learning_rate
+from rlhf_kl.types import REWARD, RolloutBatch
 
 SHARE = 0.85  # usable share of the free memory
 PROBES = 64  # prompts that the tokenizer checks read
@@ -92,16 +92,14 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
     findings: list[Finding] = []
     try:
         findings += check_config(config, processes)
-        config = on_this_machine(config)
         device = run_device(config.run)
-        setup = build_setup(config, device)
-        written = setup.resolved(config)
-        config = with_files(written)
+        resolved = resolve(config)
+        setup, config = build_setup(resolved, device), resolved.config
         loader = Loader(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)
-        findings += check_updates(config, setup, partial(keep_start, written, setup, device))
+        findings += check_updates(config, setup, partial(keep_start, resolved.stored, setup, device))
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except (GuardStop, EngineFailed) as error:
@@ -191,7 +189,7 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
     accuracy, where = None, "the held-out data of its training"
     if pairs is not None:
         section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
-        held = sets.load("--pairs", pairs, section.split, partial(read_pairs, data=section))[:PAIRS]
+        held = sets.load("--pairs", pairs, section.split, sets.pair_reader(section))[:PAIRS]
         prompts = [pair.prompt for pair in held]
         chosen = reward.score(prompts, [pair.chosen for pair in held])
         rejected = reward.score(prompts, [pair.rejected for pair in held])
@@ -244,7 +242,7 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     if skips := [event for event in events if isinstance(event, UpdateSkipped)]:
         yield Finding("fatal", "update", skips[-1].reason)
         return
-    row = update_row(result, config)
+    row = update_row(result, training.trainer.settings)
     update = time.perf_counter() - began - start
     with ui.progress("one evaluation"):
         evaluated, _ = evaluate_policy(config, setup, training.plan, events)
@@ -299,12 +297,13 @@ def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tu
     longest = table.pick(sorted(range(len(table)), key=lambda i: len(table.ids[i]))[-size // stream.samples :])
     most = size * (fmean(map(len, longest.ids)) + setup.sampling.max_new_tokens)
     share = int(first.prompt_mask.sum() + first.mask.sum()) / most
-    if share >= NEARLY and not trainer.config.ppo.value_warmup:  # the policy was trained
+    if share >= NEARLY and not trainer.settings.value_warmup:  # the policy was trained
         return int(peak_memory_mb(setup.policy.device) * 2**20), share
-    trainer.rollouts.prompts = PromptStream(longest, size, stream.seed, stream.samples)
-    trainer.rollouts.sampling = replace(setup.sampling, eos_ids=[-1])  # no token
+    endless = replace(setup.sampling, eos_ids=[-1])  # no token
+    stream = PromptStream(longest, size, stream.seed, stream.samples)
+    trainer.rollouts.parts = replace(setup, prompts=stream, sampling=endless)
     with ui.progress("one update with responses of full length"):
-        trainer.update(2 + trainer.config.ppo.value_warmup)  # with a policy that is trained
+        trainer.update(2 + trainer.settings.value_warmup)  # with a policy that is trained
     return int(peak_memory_mb(setup.policy.device) * 2**20), 1.0
 
 
@@ -332,7 +331,7 @@ def check_scores(training: Training) -> Iterator[Finding]:
     if different < FEW_VALUES:
         message += f"; only {different} different values"
         advice = "ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"
-        yield judged("scores", training.trainer.config.critic is None, message, advice)
+        yield judged("scores", training.trainer.settings.critic is None, message, advice)
     elif not warnings:
         yield judged("scores", True, message)
 

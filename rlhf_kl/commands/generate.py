@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -137,12 +136,12 @@ def _prompts(
     """Those of the command line or of its file, else those that `train` shows."""
     from rlhf_kl.commands.stored import located
     from rlhf_kl.config.schema.training import PromptsSection
-    from rlhf_kl.data import sets
     from rlhf_kl.data.files import read_lines
     from rlhf_kl.data.prompts import PromptStream
-    from rlhf_kl.data.rows import PromptRow, read_prompts
+    from rlhf_kl.data.rows import PromptRow
     from rlhf_kl.models.pretrained import context_length
     from rlhf_kl.ppo.heldout_samples import SHOWN
+    from rlhf_kl.train import sets
     from rlhf_kl.train.setup import build_prompts, usable_prompts
 
     form = config.data.model_copy(update={"first_tokens": None})  # a prompt that was typed is not cut
@@ -152,7 +151,7 @@ def _prompts(
     elif file is not None:
         key, ref = "--prompts", located(file)
         section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat_template)
-        rows = sets.load(key, ref, "test", partial(read_prompts, data=section))
+        rows = sets.load(key, ref, "test", sets.prompt_reader(section))
     elif not texts:
         _, kept = build_prompts(config, sets.prompts(config.data, config.eval), policy, tokenizer)
         return PromptStream(kept, min(SHOWN, len(kept)), config.run.seed).batch(1)

@@ -49,7 +49,7 @@ def test_scores_that_are_not_finite_turn_the_run_back_and_then_end_it(
 
     def spoilt(*arguments: Any) -> Any:
         scores = score(*arguments)
-        scores.values["reward"][1] = math.inf
+        scores[0]["reward"][1] = math.inf
         return scores
 
     def noting(self: Rollouts, step: int) -> Any:

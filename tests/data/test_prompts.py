@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.chat import chat_exchange, opening, plain_text, without_opening
-from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
+from rlhf_kl.data.prepare import prepare_prompts
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow
+from rlhf_kl.train.resolved import decided_chat
 from rlhf_kl.types import Prompt, Prompts
 from tests.made import Make, problem
 
@@ -39,8 +41,10 @@ def test_a_batch_depends_on_seed_and_step_alone(stream: Make) -> None:
 
 
 def prepare(prompts: Sequence[Prompt], tokenizer: Any, room: int | None, **form: Any) -> tuple[Prompts, str]:
+    """`form`: as in a config's `data`."""
+    chat, options = form.pop("chat_template", False), form.pop("chat_options", {})
     rows = [PromptRow(plain_text(each), {}, () if isinstance(each, str) else each) for each in prompts]
-    return prepare_prompts(rows, tokenizer, room, PromptsSection(prompts="p.jsonl", **form))
+    return prepare_prompts(rows, tokenizer, room, chat=chat, options=options, **form)
 
 
 def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) -> None:
@@ -95,14 +99,16 @@ def test_auto_uses_the_template_for_conversations_where_there_is_one(letters: An
     several = PromptRow("abc", {}, (("user", "a"), ("assistant", "b"), ("user", "c")))
     plain, turn = [1, 3, 4], [3, 4, 2, 6]
     form, system = (PromptsSection(prompts="p.jsonl", system=system) for system in (None, "c"))
-    assert prepare_prompts([talk, text], chatty, 20, form)[0].ids == [turn, turn]
-    assert prepare_prompts([text], chatty, 20, form)[0].ids == [plain]
+    assert decided_chat(form, [talk, text], chatty)
+    assert prepare_prompts([talk, text], chatty, 20, chat=True)[0].ids == [turn, turn]
+    assert not decided_chat(form, [text], chatty)
     never = form.model_copy(update={"chat_template": False})
-    assert prepare_prompts([talk], chatty, 20, never)[0].ids == [plain]
-    prompts, note = prepare_prompts([talk, several], letters, 20, form)
+    assert not decided_chat(never, [talk], chatty)
+    assert not decided_chat(form, [talk, several], letters)
+    prompts, note = prepare_prompts([talk, several], letters, 20, chat=False)
     assert (prompts.ids, note) == ([plain], "1 of 2 prompts left out: 1 of several turns without a chat template")
-    assert resolved_form(system, [talk], chatty).chat_template is True
-    assert "data.system is only read where" in problem(resolved_form, system, [talk], letters)
+    assert decided_chat(system, [talk], chatty)
+    assert "data.system is only read where" in problem(decided_chat, system, [talk], letters)
 
 
 def test_variables_of_a_chat_template(letters: Any) -> None:

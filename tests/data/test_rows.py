@@ -5,14 +5,12 @@ from typing import Any
 import pytest
 
 from rlhf_kl.config.resolve import load_config
-from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
-from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data import rows as read
 from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
 from rlhf_kl.data.rows import Example, Labelled, Pair
-from rlhf_kl.data.sets import divided, drawn
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
+from rlhf_kl.train.sets import divided, drawn
 from tests.made import problem
 
 USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}
@@ -24,21 +22,20 @@ def read_texts(rows: Any, column: str, template: str | None, where: str) -> Any:
 
 
 def read_prompts(rows: Any, column: str, where: str, *, chat: bool) -> Any:
-    return read.read_prompts(rows, where, PromptsSection(prompts="f", column=column, chat_template=chat))
+    return read.read_prompts(rows, where, column=column, chat=chat)
 
 
 def read_examples(rows: Any, prompt: str | None, response: str, where: str, *, chat: bool = False) -> Any:
-    columns = {"prompt_column": prompt, "response_column": response}
-    return read.read_examples(rows, where, SFTDataSection(texts="f", chat_template=chat, **columns))
+    return read.read_examples(rows, where, prompt=prompt, response=response, template=None, chat=chat)
 
 
 def read_pairs(rows: Any, prompt: str | None, chosen: str, rejected: str, where: str, *, chat: bool = False) -> Any:
-    columns = {"prompt_column": prompt, "chosen_column": chosen, "rejected_column": rejected}
-    return read.read_pairs(rows, where, PairsSection(pairs="f", chat_template=chat, **columns))
+    columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return read.read_pairs(rows, where, **columns, template=None, chat=chat)
 
 
 def read_labels(rows: Any, text: str, label: str, where: str) -> Any:
-    return read.read_labels(rows, where, PairsSection(labels="f", text_column=text, label_column=label))
+    return read.read_labels(rows, where, text=text, label=label)
 
 
 def test_a_template_takes_columns_by_name() -> None:

@@ -64,13 +64,19 @@ def test_kept_states_are_those_of_each_text_alone(
     keeping = RewardModel(model.model, model.tokenizer)
     keeping.keeps_states = True
     assert scores(keeping, PROMPTS, RESPONSES) == pytest.approx(expected, abs=1e-5)
-    assert [text.ids for text in keeping.kept] == model.encode(PROMPTS, RESPONSES)
-    for text in keeping.kept:
+    assert keeping.kept is not None
+    layout, states = keeping.kept
+    texts = model.encode(PROMPTS, RESPONSES)
+    assert [ids[layout.prompt_width - n :] for ids, n in zip(layout.ids.tolist(), layout.prompts, strict=True)] == [
+        [*text, *[0] * (layout.response_ids.shape[1] + int(n) - len(text))]
+        for text, n in zip(texts, layout.prompts, strict=True)
+    ]
+    for ids, first, found in zip(texts, layout.prompts, states.split(layout.responses.tolist()), strict=True):
         with torch.no_grad():
-            own = model.model.base_model(input_ids=torch.tensor([text.ids])).last_hidden_state[0]
-        torch.testing.assert_close(text.states, own[text.first :], rtol=1e-4, atol=1e-5)
-    assert [text.first for text in keeping.kept] == [len(prompt) for prompt in PROMPTS]  # its last token; a bos is 0
-    assert model.kept == []
+            own = model.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        torch.testing.assert_close(found, own[first - 1 :], rtol=1e-4, atol=1e-5)
+    assert layout.prompts.tolist() == [len(prompt) + 1 for prompt in PROMPTS]  # with the bos
+    assert model.kept is None
 
 
 def test_a_prompt_of_several_responses_is_read_once(model: RewardModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +134,9 @@ def test_the_head_of_a_bfloat16_model_computes_in_float32(model: RewardModel) ->
     half = RewardModel(shifted, model.tokenizer, dtype=torch.bfloat16)
     half.keeps_states = True
     found = scores(half, PROMPTS, RESPONSES)
-    last = torch.stack([text.states[-1] for text in half.kept]).double()
+    assert half.kept is not None
+    layout, states = half.kept
+    last = states[layout.responses.cumsum(0) - 1].double()
     expected = (last @ shifted.score.weight.double().T).squeeze(1).tolist()
     assert found == pytest.approx(expected, abs=1e-4)
     assert expected != pytest.approx(torch.tensor(expected).bfloat16().tolist(), abs=1e-2)

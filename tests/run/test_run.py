@@ -67,7 +67,7 @@ def work(tmp_path: Path) -> Work:
         with open_run(config, ranks or Ranks(), resume=resume, overwrite=overwrite) as run:
             if run.finished is not None:
                 return run.finished
-            run.check(torch.device("cpu"), {"data.prompts": content})
+            run.check(config, torch.device("cpu"), {"data.prompts": content})
             net, counter = torch.nn.Linear(3, 2), Counter()
             torch.nn.init.ones_(net.weight)
             optimizer = adamw(net, 0.01, 0.1)

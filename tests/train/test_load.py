@@ -12,9 +12,9 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.training import EvalSection, PromptsSection
-from rlhf_kl.data import sets
 from rlhf_kl.data.rows import Labelled, Pair, PromptRow, read_texts
 from rlhf_kl.errors import InputError
+from rlhf_kl.train import sets
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.setup import build_prompts
 from rlhf_kl.train.world_files import World, with_files
@@ -43,7 +43,7 @@ def test_a_built_in_world_stands_behind_its_name(loader: Loader, small_world: Wo
     assert len(sets.load("eval.texts", config.eval.texts, "test", read, 7)) == 7
     scorers = loader.scorers(config.reward)
     assert scorers.model is not None
-    assert scorers(answered("The hotel in Oslo:", "")).values["gold"].tolist() == [-4.0]
+    assert scorers(answered("The hotel in Oslo:", ""))[0]["gold"].tolist() == [-4.0]
 
 
 @pytest.mark.parametrize("base", ["/home/ana/old/llama", "./llama"])
@@ -136,12 +136,12 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
         "model": {"model": str(tiny_reward_folder), "weight": 0.5},
     }
     section = RewardSection.model_validate({"kind": "sum", "terms": terms, "gold": tiny_data.reward})
-    together = loader.scorers(section)(answered("x", "aab")).values
-    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(answered("x", "aab")).values["reward"])
+    together = loader.scorers(section)(answered("x", "aab"))[0]
+    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(answered("x", "aab"))[0]["reward"])
     assert float(together["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
     assert float(together["gold"]) == 0.25
 
 
 def test_gold_can_be_left_out(loader: Loader, tiny_data: Any) -> None:
     section = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
-    assert set(loader.scorers(section, gold=False)(answered("x", "aa")).values) == {"reward"}
+    assert set(loader.scorers(section, gold=False)(answered("x", "aa"))[0]) == {"reward"}
