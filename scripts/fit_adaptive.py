@@ -80,7 +80,7 @@ def error(run: Run, model: StepModel) -> float:
         max_coef=max(COEF_SPAN[1] * run[0].coef, *(update.coef for update in run)),
     )
     controller.model = model
-    controller.solved = (run[0].coef, 1.0)
+    controller.observe_solved(run[0].coef, 1.0)
     forecast = KLForecast(target=1.0)
     misses, guesses = [], []
     for number, (update, last) in enumerate(zip(run, [run[0], *run], strict=False)):
