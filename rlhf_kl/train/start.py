@@ -27,7 +27,7 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import draw, measure, response_layout, rows_at_once, sample
+from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -182,7 +182,7 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     prompts = checked_prompts(setup.prompts)
     sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
     noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
-    sampled = draw(setup.policy, prompts, noise, sampling)
+    sampled = setup.policy.sample(prompts, noise, sampling)
     layout = response_layout(prompts, sampled)
     plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
