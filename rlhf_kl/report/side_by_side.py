@@ -10,18 +10,18 @@ from typing import Any
 from urllib.parse import quote
 
 from rlhf_kl import ui
-from rlhf_kl.control import held
+from rlhf_kl.control import verdict as rule
 from rlhf_kl.report.charts import compare_charts, held_charts, target_charts, variant_styles
 from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
 from rlhf_kl.report.page import render, render_chart, report_page, response_figures
+from rlhf_kl.report.sentences import WIDTH, figures_table, judge
 from rlhf_kl.report.sweep import asked_of, recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
 from rlhf_kl.report.texts import across
-from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
 from rlhf_kl.shell import short_path
-from rlhf_kl.text import hanging, safe_text
+from rlhf_kl.text import hanging, safe_text, text_table
 
 PROMPT = 160  # characters of a prompt that are shown, its end
 
@@ -115,7 +115,7 @@ def _write(stem: Path, document: Mapping[str, Any], sections: Sections, width: i
     folder.mkdir(parents=True, exist_ok=True)
     write_json(stem.with_suffix(".json"), dict(document))
     drawn = [(title, [render_chart(chart) for chart in charts]) for title, charts, _ in sections]
-    write_atomic(page, render("compare.html", kind=stem.name, held=held, sections=drawn, refresh=None, **shown))
+    write_atomic(page, render("compare.html", kind=stem.name, rule=rule, sections=drawn, refresh=None, **shown))
     for title, charts, picture in sections:
         if picture and charts:
             columns = min(len(charts), 2 if len(charts) in (2, 4) else 3)

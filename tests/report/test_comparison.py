@@ -9,9 +9,9 @@ import pytest
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.charts import _total_reward, target_charts
 from rlhf_kl.report.comparison import Comparison, read_comparison
+from rlhf_kl.report.sentences import judge
 from rlhf_kl.report.side_by_side import write_comparison
 from rlhf_kl.report.sweep import sweep_of
-from rlhf_kl.report.verdict import judge
 from tests.runs import Rows, Write
 
 Grid = Callable[..., Comparison]

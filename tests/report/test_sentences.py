@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rlhf_kl.report.comparison import Comparison, read_comparison
+from rlhf_kl.report.sentences import figures_table, judge
 from rlhf_kl.report.sweep import FIGURES, Figure, Sweep, SweepPoint, recommend, sweep_of
-from rlhf_kl.report.verdict import figures_table, judge, text_table
+from rlhf_kl.text import text_table
 from tests.runs import Rows, Write
 
 Grid = Callable[..., Comparison]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from rlhf_kl.control.verdict import why_short
 from rlhf_kl.report.comparison import Comparison, Variant
 from rlhf_kl.report.equal_kl import EqualKL
-from rlhf_kl.report.outcome import why_short
 from rlhf_kl.report.sweep import recommend, sweep_of
 from rlhf_kl.shell import shell_command, short_path
 from rlhf_kl.text import format_number, format_percent
@@ -49,21 +49,6 @@ def _mean_and_sd(variant: Variant, name: str) -> str:
     text = format_number(mean, 3 if mean is None or abs(mean) >= 1 or name == "kl" else 2)
     decimals = len(text.partition(".")[2]) if "e" not in text else 1
     return text if sd is None else f"{text} ±{sd:.{decimals}f}"
-
-
-def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Columns as wide as needed, the first one left-aligned; what is wider than `width` goes to further tables."""
-    sizes = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-    parts: list[list[int]] = [[0]]
-    for i, size in enumerate(sizes[1:], start=1):
-        if width and len(parts[-1]) > 1 and sum(sizes[k] + 2 for k in parts[-1]) + size > width:
-            parts.append([0])
-        parts[-1].append(i)
-    tables = []
-    for part in parts:
-        rows = [[row[i].rjust(sizes[i]) if i else row[i].ljust(sizes[i]) for i in part] for row in (header, *body)]
-        tables.append("\n".join("  ".join(row).rstrip() for row in rows))
-    return "\n\n".join(tables)
 
 
 # ---- sentences
