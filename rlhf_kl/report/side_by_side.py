@@ -16,7 +16,7 @@ from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
 from rlhf_kl.report.page import render, render_chart, report_page, response_figures
 from rlhf_kl.report.sentences import WIDTH, figures_table, judge
-from rlhf_kl.report.sweep import asked_of, recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
+from rlhf_kl.report.sweep import asked_of, scale_table, scaled_answer, sweep_of, sweep_of_scaled
 from rlhf_kl.report.texts import across
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
@@ -31,7 +31,7 @@ Sections = Sequence[tuple[str, Sequence[Chart], str]]  # title, charts, name of 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
     _link_reports(comparison)
-    verdict, sweep = judge(comparison), sweep_of(comparison)
+    verdict = judge(comparison)
     runs = [(variant.name, seed, run) for variant in comparison.variants for seed, run in variant.runs.items()]
     counts = {"variant": len(comparison.variants), "seed": len(comparison.seeds), "run": len(runs)}
     subtitle = " · ".join(f"{count} {thing}{'s' * (count > 1)}" for thing, count in counts.items())
@@ -42,15 +42,13 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         if run.report.is_file():
             links.setdefault(variant, []).append((seed, quote(os.path.relpath(run.report, folder))))
     sections = [
-        ("which target?", target_charts(sweep), "targets.png"),
+        ("what each target costs", target_charts(sweep_of(comparison)), "targets.png"),
         ("KL over its target", held_charts(comparison), "compare.png"),
         ("scores and costs", compare_charts(comparison), ""),
     ]
-    advice = recommend(sweep) if len(comparison.seeds) > 1 else None
-    document = comparison.to_json(verdict, advice and advice.target)
     return _write(
         folder / "compare",
-        document,
+        comparison.to_json(verdict),
         sections,
         width,
         name=name,
