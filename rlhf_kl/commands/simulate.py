@@ -12,6 +12,7 @@ import typer
 
 from rlhf_kl.commands.options import Set, local, numbers
 from rlhf_kl.errors import InputError
+from rlhf_kl.text import text_table
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import TrainConfig
@@ -99,7 +100,6 @@ def simulate(
 
 def _show(rows: list[SimulatedUpdate], target: float) -> None:
     from rlhf_kl.control.plant import conclusion, in_range
-    from rlhf_kl.report.verdict import text_table
 
     every = -(-len(rows) // MOST_ROWS)
     body = []

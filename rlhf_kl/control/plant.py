@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlhf_kl.control.guard import Guard
-from rlhf_kl.control.held import BAND, tail_error, verdict
 from rlhf_kl.control.tilt import tilted
+from rlhf_kl.control.verdict import BAND, tail_error, verdict
 from rlhf_kl.events import worded
 
 # The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
