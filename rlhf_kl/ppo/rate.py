@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhf_kl.control import KLController
+from rlhf_kl.control import Guard
 from rlhf_kl.control.base import clip
 from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged, NoProgress
 from rlhf_kl.ops.masked import Mean, float64
@@ -175,7 +175,7 @@ class LearningRate:
     """The rate of each update: the peak times the schedule, and times the adaptive factor if there is one."""
 
     def __init__(
-        self, controller: KLController, peak: float, schedule: str, target: float, updates: int, first: int = 1
+        self, controller: Guard, peak: float, schedule: str, target: float, updates: int, first: int = 1
     ) -> None:
         """`controller`: of the KL; a constant beta leaves the rate to its schedule. The others: as of `PacedRate`."""
         self.controller, self.peak, self.schedule, self.updates = controller, peak, schedule, updates

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.control import KLController
+from rlhf_kl.control import Guard
 from rlhf_kl.events import Event, UpdateSkipped
-from rlhf_kl.memory import SMALLER_PASS, free_memory, memory_for, sized, tokens_of_a_pass
+from rlhf_kl.memory import free_memory, memory_for, smaller_pass, tokens_of_a_pass
 from rlhf_kl.models.value import freezing
 from rlhf_kl.ops.head import token_kl, token_logprobs
 from rlhf_kl.ops.kl import ESTIMATORS
@@ -83,7 +83,7 @@ class PPOTrainer:
         settings: PPOSettings,
         rollouts: Rollouts,
         optimizer: torch.optim.Optimizer,
-        controller: KLController,
+        controller: Guard,
         start: Mean | None = None,
         way: Way | None = None,
     ) -> None:
@@ -102,7 +102,7 @@ class PPOTrainer:
         # Several microbatches of sharded weights: whole gradients take memory, summing each time takes messages.
         whole = sum(p.numel() * p.element_size() for p in self.trained if is_sharded(p))
         self.sums_once = all(self.ranks.all(WHOLE * whole < free_memory(model.policy.device)))
-        self.rows = sized(settings.microbatch_size or settings.minibatch_size)  # of a pass, at most
+        self.rows = settings.microbatch_size or settings.minibatch_size  # of a pass, at most
         peak, first = float(optimizer.param_groups[0]["lr"]), settings.value_warmup + 1
         self.rate = LearningRate(
             controller, peak, settings.lr_schedule, target=settings.target, updates=settings.updates, first=first
@@ -140,8 +140,8 @@ class PPOTrainer:
             tokens = rollout.tokens_per(unit)
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
             update.events += self.rate.observe(step, move, update_kl, tokens)
-            self.controller.may_lower = self.progress.made
-            update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
+            seen, made = self.ceiling.seen(move), self.progress.made
+            update.events += self.controller.step(kl.mean, len(rollout), seen, progress=made)  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.way is not None:  # 7. end an overshoot at once
                 update.move = self.ceiling.scale(rollout, move, self.controller.distance_kept())
@@ -180,7 +180,7 @@ class PPOTrainer:
             if self.sharded:
                 now = packed is microbatches[-1] or not self.sums_once
                 sum_gradients([self.model.policy, *([] if self.model.value is None else [self.model.value])], now)
-            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", SMALLER_PASS):
+            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", smaller_pass("ppo")):
                 loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
                 ((self.settings.vf_coef * loss.value + loss.policy) / weight).backward()
