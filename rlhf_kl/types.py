@@ -79,18 +79,6 @@ class Sampled(NamedTuple):
         """The tokens of each response."""
         return [row[kept].tolist() for row, kept in zip(self.ids.cpu(), self.mask.cpu(), strict=True)]
 
-    @classmethod
-    def concat(cls, parts: Sequence[Sampled], pad_id: int) -> Sampled:
-        """The rows of several batches."""
-        if len(parts) == 1:
-            return parts[0]
-        ids = _padded([part.ids for part in parts], left=False, fill=pad_id)
-        mask = _padded([part.mask for part in parts], left=False)
-        logprobs = _padded([part.logprobs for part in parts], left=False)
-        states = [part.states for part in parts if part.states is not None]
-        ended = torch.cat([part.ended for part in parts])
-        return cls(torch.cat(ids), torch.cat(mask), ended, torch.cat(logprobs), torch.cat(states) if states else None)
-
 
 @dataclass(frozen=True)
 class RolloutBatch:

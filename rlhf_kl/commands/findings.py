@@ -1,7 +1,6 @@
 """`rlhf-kl doctor`: every check that would save a wasted run, before the run.
 
-It starts like `train` and makes an update; where its responses were short, one more of full length. What it measured
-at the start it leaves in the run's folder for the `train` that follows.
+It starts like `train` and makes an update; where its responses were short, one more of full length.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +43,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import REWARD
 from rlhf_kl.run.checkpoint import checkpoint_size, interval_words, usual_interval, volume
 from rlhf_kl.run.log import check_installed, peak_memory_mb
-from rlhf_kl.run.measured import conditions, keep_measured
-from rlhf_kl.seeding import library_state, seed_libraries
+from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
 from rlhf_kl.train.device import SLOWER, bfloat16_slowdown, on_this_machine, run_device
@@ -95,13 +93,12 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         config = on_this_machine(config)
         device = run_device(config.run)
         setup = build_setup(config, device)
-        written = setup.resolved(config)
-        config = with_files(written)
+        config = with_files(setup.resolved(config))
         loader = Loader(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)
-        findings += check_updates(config, setup, partial(keep_start, written, setup, device))
+        findings += check_updates(config, setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except (GuardStop, EngineFailed) as error:
@@ -111,7 +108,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
     except (RuntimeError, MemoryError) as error:
         if not memory_is_full(error):
             raise
-        findings.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY))
+        findings.append(Finding("fatal", "memory", "memory is full: the run does not fit", LESS_MEMORY["train"]))
     return findings
 
 
@@ -214,14 +211,8 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
 # ---- the update
 
 
-def keep_start(config: TrainConfig, setup: Setup, device: torch.device, training: Training) -> bool:
-    """Leave the figures from before the first update for `train`, and the states with which it goes on after them."""
-    states = {"start": training.state_dict(), "scorers": setup.scorers.state_dict(), "libraries": library_state()}
-    return keep_measured(config, conditions(config, device, 1, setup.fingerprints), states)
-
-
-def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], bool]) -> Iterator[Finding]:
-    """The start of the run and its first update, measured; then the memory of the largest one. `keep`s the start."""
+def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
+    """The start of the run and its first update, measured; then the memory of the largest one."""
     began = time.perf_counter()
     seed_libraries(whole.run.seed)
     unsharded = {name: getattr(whole, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
@@ -230,7 +221,7 @@ def check_updates(whole: TrainConfig, setup: Setup, keep: Callable[[Training], b
     start = time.perf_counter() - began
     same = setup.reference_is_initial_policy
     message = f"the policy {'begins as' if same else 'has other weights than'} its reference, padding changes nothing, "
-    message += "no tensor is shared" + ("; train takes over what was measured" if keep(training) else "")
+    message += "no tensor is shared"
     advice = (
         "reference.model=null, if the policy shall stay near its start: a policy far away loses what it has learned"
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import UpdateSkipped
-from rlhf_kl.memory import sized
+from rlhf_kl.memory import SMALLER_ROLLOUT, memory_for
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.tokens import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
@@ -39,16 +39,9 @@ def sample(
     policy: Sampler, prompts: Prompts, noise: Tensor, sampling: Sampling, tokenizer: Any
 ) -> tuple[Responses, Sampled]:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
-    sampled = draw(policy, prompts.ids, noise, sampling)
+    sampled = policy.sample(prompts.ids, noise, sampling)
     ids = sampled.rows()
     return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids), sampled
-
-
-def draw(policy: Sampler, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
-    """The tokens of one response to each prompt, given as tokens; in several passes where memory is short."""
-    size = sized(len(prompts))
-    places = [slice(start, start + size) for start in range(0, len(prompts), size)]
-    return Sampled.concat([policy.sample(prompts[at], noise[at], sampling) for at in places], sampling.pad_id)
 
 
 def rows_at_once(batch: int, prompts: Prompts, sampling: Sampling) -> int:
@@ -97,7 +90,7 @@ class Rollouts:
     def __call__(self, step: int) -> RolloutBatch:
         """The rollout of update `step` (from 1). Errors: InputError from a reward function."""
         ranks, timed = self.ranks, self.clock.timed
-        with unsharded(*self.sharded):
+        with memory_for("a rollout does not fit", SMALLER_ROLLOUT), unsharded(*self.sharded):
             sampled = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
             part = ranks.run(lambda: timed("time/score_s")(self.assess)(*sampled), scores=True)
         # From here on there is one batch, the same in every process.

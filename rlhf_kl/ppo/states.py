@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.head import Head
@@ -34,9 +33,9 @@ class ReferenceStates:
 
     def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
         """Rows of a batch (default: all) in passes without gradients."""
-        tokens = sized(PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"]))
+        tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
         chosen = range(len(layout.lengths)) if rows is None else rows
-        return layout.passes(chosen, most_rows=sized(PASS_ROWS), most_tokens=tokens, share=self.share)
+        return layout.passes(chosen, most_rows=PASS_ROWS, most_tokens=tokens, share=self.share)
 
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
@@ -48,7 +47,7 @@ class ReferenceStates:
                 self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
             self.hidden[rows.numbers] = hidden
         head = self.lm.head()
-        fits = len(self.hidden) <= sized(head.chunk(self.hidden.device))
+        fits = len(self.hidden) <= head.chunk(self.hidden.device)
         self.kept = head.logits(self.hidden) if fits else self.hidden
 
     def at(self, numbers: Tensor) -> Tensor:

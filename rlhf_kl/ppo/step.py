@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.control import KLController
+from rlhf_kl.control import Guard
 from rlhf_kl.events import Event, UpdateSkipped
-from rlhf_kl.memory import SMALLER_PASS, free_memory, memory_for, sized, tokens_of_a_pass
+from rlhf_kl.memory import free_memory, memory_for, smaller_pass, tokens_of_a_pass
 from rlhf_kl.models.value import ActorCritic, freezing
 from rlhf_kl.ops.head import token_kl, token_logprobs
 from rlhf_kl.ops.kl import ESTIMATORS
@@ -85,7 +85,7 @@ class PPOTrainer:
         optimizer: torch.optim.Optimizer,
         rollouts: Rollouts,
         reference: ReferenceStates,
-        controller: KLController,
+        controller: Guard,
         features: StateFeatures | None = None,
         start: Mean | None = None,
         way: Way | None = None,
@@ -104,7 +104,7 @@ class PPOTrainer:
         # Several microbatches of sharded weights: whole gradients take memory, summing each time takes messages.
         whole = sum(p.numel() * p.element_size() for p in self.trained if is_sharded(p))
         self.sums_once = all(self.ranks.all(WHOLE * whole < free_memory(model.policy.device)))
-        self.rows = sized(config.ppo.microbatch_size or config.minibatch_size)  # of a pass, at most
+        self.rows = config.ppo.microbatch_size or config.minibatch_size  # of a pass, at most
         self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
         self.progress = Progress(start)
         section = config.kl.ceiling
@@ -140,8 +140,8 @@ class PPOTrainer:
             tokens = rollout.tokens_per(unit)
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
             update.events += self.rate.observe(step, move, update_kl, tokens)
-            self.controller.may_lower = self.progress.made
-            update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
+            seen, made = self.ceiling.seen(move), self.progress.made
+            update.events += self.controller.step(kl.mean, len(rollout), seen, progress=made)  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.way is not None:  # 7. end an overshoot at once
                 update.move = self.ceiling.scale(rollout, move, self.controller.distance_kept())
@@ -180,7 +180,7 @@ class PPOTrainer:
             if self.sharded:
                 now = packed is microbatches[-1] or not self.sums_once
                 sum_gradients([self.model.policy, *([] if self.model.value is None else [self.model.value])], now)
-            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", SMALLER_PASS):
+            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", smaller_pass("ppo")):
                 loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
                 ((self.config.ppo.vf_coef * loss.value + loss.policy) / weight).backward()

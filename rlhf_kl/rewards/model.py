@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, exchange_lacks_system, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
-from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
@@ -156,7 +155,7 @@ class RewardModel:
         rows, types = self._encode(prompts, responses)
         check_tokens(self.model, self.tokenizer, rows)
         read = partial(self._encoded, types) if self.encoder else partial(self._behind, self._starts(prompts, rows))
-        scores = read(rows, sized(SCORING_ROWS)).cpu()
+        scores = read(rows, SCORING_ROWS).cpu()
         return torch.where(scores.isfinite(), scores, math.inf)
 
     def _encoded(self, types: Rows | None, rows: Rows, most_rows: int) -> Tensor:

@@ -18,7 +18,7 @@ from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
-from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
+from rlhf_kl.memory import LESS_MEMORY, memory_for
 from rlhf_kl.run.checkpoint import (
     MOST_SECONDS,
     Checkpoint,
@@ -93,17 +93,12 @@ class Run:
             self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
             if resume:
                 self._find_checkpoint()
-            else:  # a start that did not fit left it; this one's passes have their usual size
-                self.folder.passes.unlink(missing_ok=True)
             if self.finished is None:
                 self.folder.check_models()
                 self.folder.check_copies(plugin_copies(self.config))
 
         self._overwrites = overwrite
         self.ranks.run(first if self.ranks.writes else lambda: None)
-        kept = self.folder.passes.read_text(encoding="utf-8") if resume and self.folder.passes.exists() else "1"
-        if pass_share(float(self.ranks.first(kept))) < 1.0:
-            log.info(f"memory was full before: passes have {pass_share():g} of their usual rows")
         self.finished, self.checkpoint = self.ranks.first((self.finished, self.checkpoint))
         if self.checkpoint is not None and self.finished is None:
             self._state = self.checkpoint.state()
@@ -384,7 +379,7 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
     """
     run = Run(config, ranks)
     try:
-        with memory_for("the run does not fit", LESS_MEMORY):
+        with memory_for("the run does not fit", LESS_MEMORY[run.kind]):
             run.open(resume=resume, overwrite=overwrite)
             yield run
     except InputError:
@@ -392,9 +387,7 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
             log.warning(f"{run.way_on()}, once the error is fixed")
         raise
     except MemoryFull as error:
-        with contextlib.suppress(OSError):
-            write_atomic(run.folder.passes, f"{pass_share() / 2}\n")
-        raise RunFailed(f"{error}; {run.way_on()}. With --resume passes have half the rows") from error
+        raise RunFailed(f"{error}; {run.way_on()}") from error
     except SafetensorError as error:  # it names the disk's error
         raise RunFailed(f"{run.folder.path}: {error}; {run.way_on()}") from error
     except OSError as error:

@@ -17,6 +17,7 @@ from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
+from rlhf_kl.monitors.facts import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.heldout_samples import (
@@ -30,16 +31,14 @@ from rlhf_kl.ppo.heldout_samples import (
 )
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.rollout import rows_at_once
-from rlhf_kl.report.card import model_card
-from rlhf_kl.report.outcome import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
-from rlhf_kl.run.measured import conditions, measured_before
 from rlhf_kl.run.run import Run
-from rlhf_kl.seeding import library_state_kept, load_library_state
+from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.sharding import held_share, local, unsharded
 from rlhf_kl.text import duration
+from rlhf_kl.train.card import model_card
 from rlhf_kl.train.device import run_device
 from rlhf_kl.train.final import write_final
 from rlhf_kl.train.plan import EvalPlan
@@ -62,15 +61,7 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     run.config = config = setup.resolved(config)
     run.check(device, setup.fingerprints)
     shard_models(config, setup, device)
-    start = run.saved("start")
-    if start is None:
-        under = conditions(config, device, run.ranks.count, setup.fingerprints)
-        if (kept := run.ranks.first(measured_before(run.folder, under))) is not None:
-            log.info("the reference's samples, their scores and the checks of the start are those of doctor")
-            start = kept["start"]
-            setup.scorers.load_state_dict(kept["scorers"])
-            load_library_state(kept["libraries"])
-    training = prepare_training(config, setup, run.ranks, start)
+    training = prepare_training(config, setup, run.ranks, run.saved("start"))
     trainer = training.trainer
     model = checkpointed(trainer.model.modules)
     run.track(start=training, model=model, optimizer=trainer.optimizer, trainer=trainer, scorers=setup.scorers)

@@ -27,7 +27,7 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import draw, measure, response_layout, rows_at_once, sample
+from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -82,9 +82,11 @@ def prepare_training(
         coef, before = saved["coef"], EvalPlan(**saved["plan"])
     plan, clock = plan_evaluations(config, setup, scores, before), Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
+    solved = None
     with contextlib.suppress(InputError):
         solved = solved_coef(config, scores)
-        trainer.controller.solved = (solved.coef, solved.known) if solved.known else None
+    if solved is not None and solved.known:
+        trainer.controller.know_solved(solved.coef, solved.known)
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, plan, clock)
 
@@ -180,7 +182,7 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     prompts = checked_prompts(setup.prompts)
     sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
     noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
-    sampled = draw(setup.policy, prompts, noise, sampling)
+    sampled = setup.policy.sample(prompts, noise, sampling)
     layout = response_layout(prompts, sampled)
     plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)

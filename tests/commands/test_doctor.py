@@ -78,8 +78,7 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert "in all; `train --updates N` makes N" in found["time"][0][1]
     assert re.match(r"a checkpoint every 2 updates \(1 MB, .*\); 12 of them take 1 MB, of ", found["checkpoint"][0][1])
     assert "100% of the most tokens possible, measured in one process; " in found["memory"][0][1]
-    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "run"}
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".rlhf-kl.lock", "measured.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]  # it leaves nothing for a run to find
 
 
 def test_the_time_of_a_long_run_stands_beside_that_of_a_shorter_one() -> None:
@@ -136,6 +135,7 @@ def test_a_disk_without_room_and_a_folder_that_cannot_be_written(
         ((level, text),) = doctor()["checkpoint"]
     assert (level, "checkpoint.keep=1" in text) == ("doubtful", True)
     real = os.access
+    (tmp_path / "run").mkdir()
     monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path / "run" and real(place, mode))
     assert doctor(code=2)["checkpoint"][0][1].startswith(f"{tmp_path / 'run'} cannot be written; ")
 
@@ -164,45 +164,6 @@ def test_a_first_update_with_nearly_all_tokens_is_the_largest(
     first = rollout(torch.arange(6).expand(4, -1) < length, prompt_mask=torch.ones(4, 3, dtype=torch.bool))
     _, share = largest_update(setup, trainer, first)
     assert (share, made) == (1.0, [2 + warmup] if again else [])
-
-
-STATEFUL = """
-import random
-
-from helper import LETTER
-
-class Counting:
-    def __init__(self): self.calls = 0
-    def __call__(self, prompts, responses):
-        self.calls += 1
-        return [self.calls % 3 + response.count(LETTER) + random.random() for response in responses]
-    def state_dict(self): return {"calls": self.calls}
-    def load_state_dict(self, state): self.calls = state["calls"]
-"""
-
-
-def test_train_takes_over_what_the_doctor_measured_and_makes_the_same_run(
-    doctor: Doctor, rlhf_kl: Cli, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "counting.py").write_text(STATEFUL)
-    (tmp_path / "helper.py").write_text("LETTER = 'a'\n")
-    changes = sets(f"reward.kind={tmp_path / 'counting.py'}:Counting", "ppo.total_episodes=32")
-    doctor(*changes[1::2])
-
-    def takes_over(folder: str, *options: str) -> bool:
-        caplog.clear()
-        command = ("train", "--config", tmp_path / "tiny.yaml", *changes, "--output-dir", tmp_path / folder, *options)
-        outcome = rlhf_kl(*command)
-        assert outcome.code == 0, outcome
-        return "are those of doctor" in caplog.text
-
-    assert takes_over("run")
-    assert not takes_over("plain")
-    assert rows(tmp_path / "run") == rows(tmp_path / "plain")
-    assert not takes_over("run", "--seed", "7", "--overwrite")
-    doctor(*changes[1::2], f"run.output_dir={tmp_path / 'edited'}")
-    (tmp_path / "helper.py").write_text("LETTER = 'b'\n")
-    assert not takes_over("edited")
 
 
 def test_a_controller_that_cannot_move_and_a_gradient_that_is_none(doctor: Doctor) -> None:

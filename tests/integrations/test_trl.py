@@ -188,13 +188,13 @@ def test_one_update_a_rollout_from_fresh_samples(
     exact = toy.record_exact_kl(trainer)
     budget = KLBudget.attach(trainer)
     updates: list[float] = []
-    inner = budget.controller.update
+    inner = budget.controller.law.update
 
     def update(kl: float, episodes: int) -> list[str]:
         updates.append(kl)
         return inner(kl, episodes)
 
-    monkeypatch.setattr(budget.controller, "update", update)
+    monkeypatch.setattr(budget.controller.law, "update", update)
     trainer.train()
     assert len(updates) == len(exact) == 4
     assert updates[0] == pytest.approx(0.0, abs=1e-6)  # the first rollout's policy is the reference

@@ -41,15 +41,15 @@ RESPONSES = ["b", "", "dcbadcba", "a", "cc"]
 
 
 def test_batches_order_and_smaller_passes_change_nothing(
-    model: RewardModel, monkeypatch: pytest.MonkeyPatch, smaller_passes: Callable[[], list[int]]
+    model: RewardModel, monkeypatch: pytest.MonkeyPatch, rows_read: Callable[[], list[int]]
 ) -> None:
     together = scores(model, PROMPTS, RESPONSES)
     alone = [scores(model, [p], [r])[0] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     assert together == pytest.approx(alone, abs=1e-5)
     monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 2)
     assert scores(model, PROMPTS[::-1], RESPONSES[::-1]) == pytest.approx(together[::-1], abs=1e-5)
-    monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 8)
-    passes = smaller_passes()
+    monkeypatch.setattr("rlhf_kl.rewards.model.SCORING_ROWS", 1)
+    passes = rows_read()
     assert scores(model, PROMPTS, RESPONSES) == pytest.approx(together, abs=1e-5)
     assert max(passes) == 1
     assert scores(model, [], []) == []  # as a process without texts has

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.config.schema.supervised import SFTSection
 from rlhf_kl.data.rows import Example, Pair
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, MemoryFull
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
@@ -170,6 +170,12 @@ def test_the_size_of_a_microbatch_is_no_part_of_the_result(make: Make) -> None:
     for moved, loss in found[1:]:
         torch.testing.assert_close(moved, found[0][0], rtol=1e-3, atol=1e-6)
         assert loss == pytest.approx(found[0][1], rel=1e-5)
+
+
+def test_full_memory_names_the_key_of_the_section(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextTask, "loss", lambda *_: torch.empty(1 << 60))
+    with pytest.raises(MemoryFull, match=r"sft\.microbatch_size"):
+        make().step(1)
 
 
 def test_a_step_goes_down_the_mean_over_tokens(make: Make) -> None:
