@@ -122,4 +122,4 @@ def _draw(rows: list[SimulatedUpdate], target: float | None, file: Path) -> None
     steps, coefs = [row.step for row in rows], [row.coef for row in rows]
     kl = Chart("kl", "KL", "nats", [Line("KL", "kl", steps, [row.kl for row in rows])], target=target)
     log = log_if_wide(min(coefs), max(coefs))
-    save_sheet([kl, Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)], file)
+    save_sheet([kl, Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)], file, columns=1)
