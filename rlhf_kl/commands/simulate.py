@@ -100,14 +100,15 @@ def simulate(
 
 
 def _show(rows: list[SimulatedUpdate], target: float) -> None:
-    from rlhf_kl.control.plant import conclusion, in_range
+    from rlhf_kl.control.plant import conclusion
+    from rlhf_kl.control.verdict import in_band
 
     every = -(-len(rows) // MOST_ROWS)
     body = []
     for step, kl, coef, coef_next in rows:
         if step % every == 0 or step in (1, len(rows)):
             ratio = kl / target
-            band = "in range" if in_range(ratio) else ""
+            band = "in range" if in_band(ratio) else ""
             body.append([str(step), f"{kl:.4f}", f"{ratio:.2f}", band, f"{coef:.4f}", f"{coef_next:.4f}"])
     print(text_table(("update", "KL", "KL/target", "", "beta", "next beta"), body))
     if every > 1:
