@@ -30,7 +30,7 @@ from rlhf_kl.events import (
 )
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.monitors.alarms import ALARMS, FEW, collapsed
-from rlhf_kl.monitors.history import SAMPLED, GapSum
+from rlhf_kl.monitors.facts import SAMPLED, GapSum
 
 Row = dict[str, Any]
 MakeRow = Callable[[int], Row]

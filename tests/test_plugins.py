@@ -18,7 +18,6 @@ from rlhf_kl.errors import nearest
 from rlhf_kl.plugins import (
     checked_options,
     filled,
-    hidden,
     home_of,
     is_reference,
     load_attribute,
@@ -239,7 +238,24 @@ def test_variables_are_filled_in_and_no_message_tells_them(
     monkeypatch.setenv("LONGER", "sk-123456-7")
     monkeypatch.setenv("SHORT", "ab")  # too short to be a secret: it would be found in every text
     assert filled({"x": written, "y": "${LONGER}${MY_KEY}"})["x"] == value
-    assert hidden("401: sk-123456-7 about sk-123456 and ab") == "401: ${LONGER} about ${MY_KEY} and ab"
+
+
+def test_no_message_about_its_code_tells_what_a_variable_holds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-123456")
+    monkeypatch.setenv("LONGER", "sk-123456-7")
+    monkeypatch.setenv("SHORT", "ab")
+    (folder / "mine.py").write_text("def f(**options): raise KeyError(str(options))\n")
+    target = load_attribute("mine.py:f")
+    options, _ = checked_options(target, {"a": ["${LONGER}"], "b": {"c": "x ${MY_KEY}"}, "d": "${SHORT}"}, "reward")
+    monkeypatch.delenv("MY_KEY")  # what its options hold is still hidden
+    line = problem(lambda: call_of_users(target, options))
+    assert "sk-1" not in line
+    assert all(part in line for part in ("${LONGER}", "x ${MY_KEY}", "'ab'"))
+
+
+def call_of_users(target: Any, options: dict[str, Any]) -> None:
+    with users_code("raised", home_of(target)):
+        target(**options)
 
 
 class Controller:

@@ -206,8 +206,8 @@ class Scaled:
     def save(self, target: float, place: Path) -> tuple[Path, float]:
         """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
         from rlhf_kl.models.pretrained import save_generation, save_model
-        from rlhf_kl.report.card import scaled_card
         from rlhf_kl.run.folder import write_folder
+        from rlhf_kl.train.card import scaled_card
 
         if target not in self.scales:
             raise InputError(f"--save {target:g}: is over {FARTHEST} times what training has added: train a run there")

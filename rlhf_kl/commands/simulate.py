@@ -12,6 +12,7 @@ import typer
 
 from rlhf_kl.commands.options import Set, local, numbers
 from rlhf_kl.errors import InputError
+from rlhf_kl.text import text_table
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import TrainConfig
@@ -43,12 +44,10 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", callback=local, help="Draw KL and beta.")] = None,
 ) -> None:
     """Run a KL controller on given KLs or on a simulated policy: no model, in seconds."""
-    from rlhf_kl.config.named import controller_class, make_controller
     from rlhf_kl.config.resolve import load_config
-    from rlhf_kl.control import stored_name
+    from rlhf_kl.control import CONTROLLER_PROVIDED, law_class, make_controller, option_names, stored_name
     from rlhf_kl.control.plant import Plant, example_scores, simulate_plant, simulate_sequence, tilt_law
     from rlhf_kl.events import worded
-    from rlhf_kl.plugins import takes
 
     if sets and config is None:
         raise InputError("--set changes a config: it needs --config")
@@ -71,18 +70,19 @@ def simulate(
     kind = stored_name(controller or "adaptive")
     episodes = episodes or 64
     updates = updates or (60 if kls is None else len(kls))
-    if coef is not None and takes(controller_class(kind), "coef"):
+    if coef is not None and "coef" in option_names(law_class(kind)):
         options["coef"] = coef
     sizes = {"target": target, "total_episodes": total or episodes * updates, "batch_size": episodes}
-    law = make_controller(kind, options, **sizes)
-    target = float(target or getattr(law, "target", None) or 0.1)
+    control = make_controller(kind, options, **sizes)
+    own = (getattr(control.law, name, None) for name in CONTROLLER_PROVIDED["target"])
+    target = float(target or next(filter(None, own), 0.1))
     notes: list[str] = []
     if kls is None:
         policy = Plant(tilt_law(example_scores()), speed, noise, length or PLANT_NATS / target, seed)
-        notes += worded(law.start_events(updates, episodes))
-        rows = simulate_plant(law, policy, updates, episodes)
+        notes += worded(control.start_events(updates, episodes))
+        rows = simulate_plant(control, policy, updates, episodes)
     else:
-        rows = simulate_sequence(law, kls, episodes, notes)
+        rows = simulate_sequence(control, kls, episodes, notes)
     for note in notes:
         print(note, file=sys.stderr)
     if plot is not None:
@@ -100,7 +100,6 @@ def simulate(
 
 def _show(rows: list[SimulatedUpdate], target: float) -> None:
     from rlhf_kl.control.plant import conclusion, in_range
-    from rlhf_kl.report.verdict import text_table
 
     every = -(-len(rows) // MOST_ROWS)
     body = []

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rlhf_kl.control.tilt import least_kl
 from rlhf_kl.events import GUIDE, UpdateSkipped, WeightsLost
-from rlhf_kl.monitors.history import SAMPLED, START, GapSum, History, noise, rises, still_rises, thirds, trend
+from rlhf_kl.monitors.facts import SAMPLED, START, GapSum, History, noise, rises, still_rises, thirds, trend
 from rlhf_kl.text import read_number
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text

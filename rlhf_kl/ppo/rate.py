@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.control import KLController
+from rlhf_kl.control import Guard
 from rlhf_kl.control.base import clip
 from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged, NoProgress
 from rlhf_kl.ops.masked import Mean, float64
@@ -175,7 +175,7 @@ class PacedRate:
 class LearningRate:
     """The rate of each update: the peak times the schedule, and times the adaptive factor if there is one."""
 
-    def __init__(self, config: TrainConfig, peak: float, controller: KLController) -> None:
+    def __init__(self, config: TrainConfig, peak: float, controller: Guard) -> None:
         """`controller`: of the KL; a constant beta leaves the rate to its schedule."""
         self.config, self.peak, self.controller = config, peak, controller
         self.last: float | None = None  # the rate of the update before

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.control import KLController
+from rlhf_kl.control import Guard
 from rlhf_kl.events import Event, UpdateSkipped
 from rlhf_kl.memory import free_memory, memory_for, smaller_pass, tokens_of_a_pass
 from rlhf_kl.models.value import ActorCritic, freezing
@@ -85,7 +85,7 @@ class PPOTrainer:
         optimizer: torch.optim.Optimizer,
         rollouts: Rollouts,
         reference: ReferenceStates,
-        controller: KLController,
+        controller: Guard,
         features: StateFeatures | None = None,
         start: Mean | None = None,
         way: Way | None = None,
@@ -140,8 +140,8 @@ class PPOTrainer:
             tokens = rollout.tokens_per(unit)
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
             update.events += self.rate.observe(step, move, update_kl, tokens)
-            self.controller.may_lower = self.progress.made
-            update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
+            seen, made = self.ceiling.seen(move), self.progress.made
+            update.events += self.controller.step(kl.mean, len(rollout), seen, progress=made)  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.way is not None:  # 7. end an overshoot at once
                 update.move = self.ceiling.scale(rollout, move, self.controller.distance_kept())

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from rlhf_kl.control.held import BAND
+from rlhf_kl.control.verdict import BAND
 from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.text import format_number
 

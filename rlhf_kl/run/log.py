@@ -26,6 +26,8 @@ from rlhf_kl.ui import log
 if TYPE_CHECKING:
     import torch
 
+HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
+
 # ---- JSON ----
 
 

@@ -17,6 +17,7 @@ from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
+from rlhf_kl.monitors.facts import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.heldout_samples import (
@@ -30,8 +31,6 @@ from rlhf_kl.ppo.heldout_samples import (
 )
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.rollout import rows_at_once
-from rlhf_kl.report.card import model_card
-from rlhf_kl.report.outcome import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl, speed
@@ -39,6 +38,7 @@ from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.sharding import held_share, local, unsharded
 from rlhf_kl.text import duration
+from rlhf_kl.train.card import model_card
 from rlhf_kl.train.device import run_device
 from rlhf_kl.train.final import write_final
 from rlhf_kl.train.plan import EvalPlan

@@ -82,9 +82,11 @@ def prepare_training(
         coef, before = saved["coef"], EvalPlan(**saved["plan"])
     plan, clock = plan_evaluations(config, setup, scores, before), Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
+    solved = None
     with contextlib.suppress(InputError):
         solved = solved_coef(config, scores)
-        trainer.controller.solved = (solved.coef, solved.known) if solved.known else None
+    if solved is not None and solved.known:
+        trainer.controller.know_solved(solved.coef, solved.known)
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, plan, clock)
 

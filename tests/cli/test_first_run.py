@@ -134,7 +134,7 @@ MISTAKES = [
     (TRAIN + "data.column=promt", "prompts.jsonl: row 1", "'promt'", "did you mean prompt?"),
     (TRAIN + "reward.kind=mine.py:column", "reward", "'answr'", "did you mean answer?"),
     (TRAIN + "reward.kind=mine.py:raises", "reward", r"RuntimeError: \x1b[2Jthe server", "(mine.py:13)"),
-    (TRAIN + "kl.controller.kind=mine.py:BlindKL", "controller.kind", "update(kl, episodes)", "needs that and coef"),
+    (TRAIN + "kl.controller.kind=mine.py:BlindKL", "controller.kind", "BlindKL", "update(kl, episodes)"),
     (TRAIN + "tracking.trackers=[mlflow]", "tracking.trackers: mlflow is not installed"),
     ("config validate odd.yaml", r"\x1b[2J\x1b]0;owned\x07: unknown key"),
     ("config validate tab.yaml", "tab.yaml:2:1", r"'\t'", "indent with spaces"),

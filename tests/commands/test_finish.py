@@ -13,10 +13,10 @@ import yaml
 
 from rlhf_kl.commands.train import train_closing
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.monitors.facts import closing_figures, control_figures
 from rlhf_kl.ppo.reference import ReferenceScores
-from rlhf_kl.report.card import model_card
-from rlhf_kl.report.outcome import closing_figures, control_figures
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.train.card import model_card
 from rlhf_kl.train.loop import TrainLoop
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.plugins import filled
+from rlhf_kl.plugins import checked_options
 from rlhf_kl.rewards.plugin import OwnThread, PluginReward, TRLReward
 from rlhf_kl.types import Prompts, Responses
 from tests.made import BATCH
@@ -107,10 +107,11 @@ def test_whatever_it_raises_is_told_with_its_line() -> None:
 
 def test_what_it_returns_does_not_tell_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-123456")
-    options = filled({"key": "${MY_KEY}"})
 
     def odd(prompts: Sequence[str], responses: Sequence[str], key: str) -> Any:
         return [key] * len(responses)
+
+    options, _ = checked_options(odd, {"key": "${MY_KEY}"}, "reward", complete=False)
 
     with pytest.raises(InputError, match=r"\$\{MY_KEY\}") as caught:
         PluginReward(odd, options)(BATCH)

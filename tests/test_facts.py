@@ -4,15 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.report.outcome import (
-    closing_figures,
-    control_figures,
-    is_update,
-    score_error,
-    score_text,
-    verdict_text,
-    worth,
-)
+from rlhf_kl.control.verdict import verdict_text
+from rlhf_kl.monitors.facts import closing_figures, control_figures, is_update, score_error, worth
+from rlhf_kl.text import score_text
 
 
 def test_the_closing_evaluation_is_no_update() -> None:
