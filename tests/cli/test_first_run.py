@@ -168,6 +168,7 @@ MISTAKES = [
     ("train mine.yaml --lr 1", "--lr", "--set ppo.learning_rate=VALUE"),
     ("train mine.yaml --steps 10", "--steps", "did you mean --updates N?"),
     ("train mine.yaml --updates three", "'--updates'", "'three'", "integer"),
+    ("train mine.yaml --updates=three", "'--updates'", "'three'", "integer"),
     ("train mine.yaml --updates 3 --set ppo.total_episodes=9", "--updates 3", "ppo.total_episodes", "choose one"),
     ("train mine.yaml --resume true", "(true)"),
     ("train mine.yaml kl.target=0.2", "(kl.target=0.2)", "did you mean --set kl.target=0.2?"),
