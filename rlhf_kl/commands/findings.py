@@ -39,7 +39,7 @@ from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.run.checkpoint import checkpoint_size, interval_words, usual_interval, volume
+from rlhf_kl.run.interval import checkpoint_size, interval_words, usual_interval, volume
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch

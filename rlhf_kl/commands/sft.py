@@ -34,7 +34,7 @@ def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str,
         log.info(note)
     log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
     run.begin(trainer.steps)
-    log.info(run.interval_words())
+    log.info(run.interval.words())
     last = train_to_the_end(trainer, run)
     if run.ranks.writes:
         write_folder(run.folder.final, task.save)

@@ -92,7 +92,7 @@ def train_command(
     """
     from rlhf_kl.memory import keep_freed_memory
     from rlhf_kl.run.log import check_installed
-    from rlhf_kl.run.run import open_run
+    from rlhf_kl.run.opened import open_run
     from rlhf_kl.run.signals import ending_on_sigterm
     from rlhf_kl.train.device import joined, on_this_machine, pick_device
     from rlhf_kl.train.final import merge_final, require_adapter

@@ -131,7 +131,7 @@ class TrainLoop:
             # A policy with a broken number is no checkpoint.
             self.run.log(row, sound=not any(isinstance(event, UpdateSkipped | WeightsLost) for event in found))
             show(row)
-            if step == self.run.next_step and (between := self.run.interval_seconds(row["time/step_s"])) >= LONG_S:
+            if step == self.run.next_step and (between := self.run.interval.seconds(row["time/step_s"])) >= LONG_S:
                 log.info(f"a checkpoint about every {duration(between)}")
             for note in worded(found, notes=True):
                 log.info(f"update {step}: {note}")
@@ -187,7 +187,7 @@ class TrainLoop:
             return reason
         # Regular ones only: others would make a resumed run differ.
         found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
-        good = [c for c in found if self.run.is_regular(c.step)]
+        good = [c for c in found if self.run.interval.is_regular(c.step)]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
             rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
@@ -215,7 +215,7 @@ class TrainLoop:
     def note_best_checkpoint(self, row: dict[str, Any]) -> None:
         """Remember the checkpoint that the row measures, if it is the best, regular or the last, and still there."""
         best = self.monitors.better_checkpoint(row)
-        if best and not self.run.is_regular(best["step"]) and best["step"] < self.config.updates:
+        if best and not self.run.interval.is_regular(best["step"]) and best["step"] < self.config.updates:
             return
         if best and any(c.step == best["step"] for c in checkpoints(self.run.folder.checkpoints)):
             self.monitors.best_checkpoint = best
@@ -256,7 +256,7 @@ class TrainLoop:
             f"{kl.controller.kind} controller: beta {course}"
         )
         log.info(self.training.plan.words(config.updates))
-        log.info(self.run.interval_words())
+        log.info(self.run.interval.words())
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
         for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:

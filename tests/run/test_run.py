@@ -23,11 +23,14 @@ from rlhf_kl.config.resolve import load_config
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
 from rlhf_kl.optim import adamw
+from rlhf_kl.run import interval as interval_module
 from rlhf_kl.run import run as run_module
 from rlhf_kl.run import signals
-from rlhf_kl.run.checkpoint import checkpoints, interval_words, usual_interval
+from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.run.interval import interval_words, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
-from rlhf_kl.run.run import Run, open_run
+from rlhf_kl.run.opened import open_run
+from rlhf_kl.run.run import Run
 from rlhf_kl.run.signals import stopping_on_signals
 from tests.runs import Killed
 
@@ -161,7 +164,7 @@ def left_of(folder: Path) -> dict[str, bytes]:
 def test_auto_goes_by_the_bytes_of_a_checkpoint(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [usual_interval(size, 100) for size in (0, 5 * 10**9, 5 * 10**9 + 1, 12 * 10**9)] == [5, 5, 10, 15]
     sizes: list[int] = []
-    monkeypatch.setattr(run_module, "usual_interval", lambda size, total, few: sizes.append(size) or 4)
+    monkeypatch.setattr(interval_module, "usual_interval", lambda size, total, few: sizes.append(size) or 4)
     work("auto", "checkpoint.every=auto")
     tensors: list[Any] = []
     for path in (tmp_path / "auto" / "checkpoints" / "step-000006").glob("*.safetensors"):
@@ -205,23 +208,23 @@ class Clock(Ranks):
 def test_long_updates_have_checkpoints_by_the_clock_that_change_no_result(
     work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
-    monkeypatch.setattr(run_module, "usual_interval", lambda size, total, few: 4)
+    monkeypatch.setattr(interval_module, "usual_interval", lambda size, total, few: 4)
     work("whole", "checkpoint={every: auto, keep: 1}")
     seen: list[Any] = []
 
     def note(run: Run, step: int) -> None:
-        seen.append([(each, run.is_regular(each)) for each in steps_of(run.folder.path)])
+        seen.append([(each, run.interval.is_regular(each)) for each in steps_of(run.folder.path)])
         die(run, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "MOST_SECONDS", 1800.0 if another else 0.0)
+        patch.setattr(interval_module, "MOST_SECONDS", 1800.0 if another else 0.0)
         with pytest.raises(Killed):
             work("run", "checkpoint={every: auto, keep: 1}", at=note, ranks=Clock() if another else None)
     irregular = [[], [(1, False)], [(2, False)], [(3, False)]]
     assert seen == [*irregular, [(4, True)], [(4, True), (5, False)]]  # only the newest, beside the regular ones
     work("run", "checkpoint={every: auto, keep: 1}", resume=True)
     assert left(tmp_path / "run") == left(tmp_path / "whole")
-    monkeypatch.setattr(run_module, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(interval_module, "MOST_SECONDS", 0.0)
     work("written", "checkpoint={every: 4, keep: 1}", at=lambda run, step: seen.append(steps_of(run.folder.path)))
     assert seen[-1] == [4]  # a number that somebody wrote is kept to
 
