@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,8 @@ from rlhf_kl.ops.packing import Layout
 
 Unit = Literal["token", "sequence"]
 CPU = torch.device("cpu")
-
+REWARD, GOLD = "reward", "gold"  # names of scores
+TERM = "terms."  # before the name of a term of a sum
 
 Conversation = tuple[tuple[str, str], ...]  # (role, content) of each turn
 Prompt = str | Conversation  # a text is one turn of the user
@@ -54,6 +55,10 @@ class Responses(NamedTuple):
     def first(self, count: int) -> Responses:
         """The first `count` of them."""
         return Responses(self.prompts.pick(range(len(self.texts))[:count]), self.texts[:count], self.ids[:count])
+
+
+# Raw scores (B,) by name, on the CPU, and failures of scorers that are only logged.
+Score = Callable[[Responses], tuple[dict[str, Tensor], list[str]]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class RolloutBatch:
     @property
     def scored(self) -> Tensor:
         """Whether each response has a score: (B,) bool."""
-        return ~self.scores["reward"].isnan().to(self.mask.device)
+        return ~self.scores[REWARD].isnan().to(self.mask.device)
 
     @property
     def weights(self) -> Tensor:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from rlhf_kl import ui
 from rlhf_kl.commands.stored import load_policy, load_reference, located
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.training import PromptsSection
-from rlhf_kl.data import sets
 from rlhf_kl.data.files import read_lines
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.data.rows import PromptRow, read_prompts
+from rlhf_kl.data.rows import PromptRow
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.pretrained import context_length
 from rlhf_kl.ppo.heldout_samples import NO_SCORERS, SHOWN, policy_samples, token_rows
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.train import sets
 from rlhf_kl.train.device import on_this_machine, run_device
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.samples import score_at
@@ -69,7 +68,7 @@ def chosen_prompts(models: Models, texts: Sequence[str], file: str | None, colum
     elif file is not None:
         key, ref = "--prompts", located(file)
         section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat_template)
-        rows = sets.load(key, ref, "test", partial(read_prompts, data=section))
+        rows = sets.load(key, ref, "test", sets.prompt_reader(section))
     elif not texts:
         _, kept = build_prompts(config, sets.prompts(config.data, config.eval), policy, tokenizer)
         return PromptStream(kept, min(SHOWN, len(kept)), config.run.seed).batch(1)

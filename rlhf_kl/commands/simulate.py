@@ -147,14 +147,15 @@ class Wanted:
 
 
 def _show(rows: list[SimulatedUpdate], target: float) -> None:
-    from rlhf_kl.control.plant import conclusion, in_range
+    from rlhf_kl.control.plant import conclusion
+    from rlhf_kl.control.verdict import in_band
 
     every = -(-len(rows) // MOST_ROWS)
     body = []
     for step, kl, coef, coef_next in rows:
         if step % every == 0 or step in (1, len(rows)):
             ratio = kl / target
-            band = "in range" if in_range(ratio) else ""
+            band = "in range" if in_band(ratio) else ""
             body.append([str(step), f"{kl:.4f}", f"{ratio:.2f}", band, f"{coef:.4f}", f"{coef_next:.4f}"])
     print(text_table(("update", "KL", "KL/target", "", "beta", "next beta"), body))
     if every > 1:
@@ -169,7 +170,8 @@ def _draw(rows: list[SimulatedUpdate], target: float | None, file: Path) -> None
     steps, coefs = [row.step for row in rows], [row.coef for row in rows]
     kl = Chart("kl", "KL", "nats", [Line("KL", "kl", steps, [row.kl for row in rows])], target=target)
     log = log_if_wide(min(coefs), max(coefs))
+    beta = Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)
     try:
-        save_sheet([kl, Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)], file)
+        save_sheet([kl, beta], file, columns=1)
     except ValueError as error:
         raise InputError(f"--plot {file}: {error}") from None

@@ -58,8 +58,8 @@ def decode(
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # a step each: rows (b,) in the batch, tokens, log-probs
     states: list[Tensor] = []  # a step each: (b, H)
 
-    def pick(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        return pick_tokens(logits, uniform, sampling.temperature)
+    def pick(hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        return pick_tokens(head.logits(hidden), uniform, sampling.temperature)
 
     # Of the rows that are still in the batch:
     rows = tokens = torch.arange(len(mask), device=device)

@@ -124,12 +124,14 @@ class Run:
             without = "a run without a checkpoint: starting it from its beginning"
             log.info(f"{folder.path} holds {without if folder.config.exists() else 'no run yet: starting one'}")
 
-    def check(self, device: torch.device, fingerprints: Mapping[str, str]) -> None:
+    def check(self, config: AnyConfig, device: torch.device, fingerprints: Mapping[str, str]) -> None:
         """Check what the config only names, seed the libraries, and keep the number of threads.
 
-        `fingerprints`: of models and files, by config key. Errors: InputError if one has changed since the run began.
+        `config`: as it is stored, with nothing left to decide. `fingerprints`: of models and files, by config key.
+        Errors: InputError if one has changed since the run began.
         """
-        same = self.ranks.all((dump_config(self.config), dict(fingerprints)))
+        self.config = config
+        same = self.ranks.all((dump_config(config), dict(fingerprints)))
         if any(each != same[0] for each in same):
             raise InputError("the processes read different configs, models or data")
         before = self._state.get("environment", {})

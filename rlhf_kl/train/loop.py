@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl import ui
+from rlhf_kl.clock import speed
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
@@ -33,7 +34,7 @@ from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.rollout import rows_at_once
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.run.log import read_jsonl, speed
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.sharding import held_share, local, unsharded
@@ -42,6 +43,7 @@ from rlhf_kl.train.card import model_card
 from rlhf_kl.train.device import run_device
 from rlhf_kl.train.final import write_final
 from rlhf_kl.train.plan import EvalPlan
+from rlhf_kl.train.resolved import resolve
 from rlhf_kl.train.samples import heldout_rows, sample_rows
 from rlhf_kl.train.setup import Setup, build_setup
 from rlhf_kl.train.shards import shard_models
@@ -57,9 +59,10 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """Train a policy; returns the summary."""
     check_sizes(config, run.ranks.count)
     device = run_device(config.run, group=True)
-    setup = run.ranks.first_before_others(lambda: build_setup(config, device))
-    run.config = config = setup.resolved(config)
-    run.check(device, setup.fingerprints)
+    resolved = run.ranks.first_before_others(lambda: resolve(config))
+    setup = run.ranks.first_before_others(lambda: build_setup(resolved, device))
+    config = resolved.stored
+    run.check(config, device, setup.fingerprints)
     shard_models(config, setup, device)
     training = prepare_training(config, setup, run.ranks, run.saved("start"))
     trainer = training.trainer
@@ -153,7 +156,7 @@ class TrainLoop:
         with clock.timed("time/update_s"):
             update = trainer.update(step)
         rollout, events = update.rollout, update.events
-        row = update_row(update, config)
+        row = update_row(update, trainer.settings)
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         if rollout.failures:
