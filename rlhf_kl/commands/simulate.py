@@ -170,7 +170,8 @@ def _draw(rows: list[SimulatedUpdate], target: float | None, file: Path) -> None
     steps, coefs = [row.step for row in rows], [row.coef for row in rows]
     kl = Chart("kl", "KL", "nats", [Line("KL", "kl", steps, [row.kl for row in rows])], target=target)
     log = log_if_wide(min(coefs), max(coefs))
+    beta = Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)
     try:
-        save_sheet([kl, Chart("beta", "Beta", "beta", [Line("beta", "beta", steps, coefs)], log=log)], file, columns=1)
+        save_sheet([kl, beta], file, columns=1)
     except ValueError as error:
         raise InputError(f"--plot {file}: {error}") from None
