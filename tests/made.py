@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,11 @@ def problem(call: Make, *arguments: Any, **options: Any) -> str:
         call(*arguments, **options)
     (line,) = caught.value.problems
     return str(line)
+
+
+def numbers(text: str) -> list[float]:
+    """Every number of a text, in its order: of a note that counts rows and names them."""
+    return [float(each) for each in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
 def weights(module: Any) -> Tensor:

@@ -31,6 +31,11 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     return [math.inf if row["kl/error"] is None else row["kl/error"] + 1.0 for row in rows]
 
 
+def in_band(ratio: float) -> bool:
+    """Whether a KL over its target is within 25 % of it."""
+    return abs(ratio - 1.0) <= BAND
+
+
 def near_target(row: Mapping[str, Any]) -> bool:
     """Whether the KL of a row is in band or below: at most 1.25 times the target."""
     return row["kl/error"] is not None and row["kl/error"] <= BAND
@@ -54,7 +59,7 @@ def tail_error(values: Sequence[float]) -> float | None:
 def time_in_band(values: Sequence[float]) -> float | None:
     """Share of the updates from number 15 on within 25 % of the target; None for a shorter run."""
     late = values[BAND_FROM - 1 :]
-    return fmean(abs(value - 1.0) <= BAND for value in late) if late else None
+    return fmean(map(in_band, late)) if late else None
 
 
 def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
@@ -79,8 +84,8 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     last = end(values)
     now, before = fmean(last), fmean(values[-2 * len(last) : -len(last)])
     climbed = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
-    if climbed and abs(values[-1] - 1.0) <= BAND:  # since the update after the last one outside the band
-        return "short", 2 + max(i for i, value in enumerate(values) if abs(value - 1.0) > BAND), None
+    if climbed and in_band(values[-1]):  # since the update after the last one outside the band
+        return "short", 2 + max(i for i, value in enumerate(values) if not in_band(value)), None
     return "short" if climbed and fmean(tail(last)) > fmean(last[: len(last) // 2]) else "missed", None, None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import correlation, fmean, linear_regression, median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,15 +60,23 @@ def worth(row: Mapping[str, Any], coef: float | None) -> float:
     return float(row["objective/scores_shaped"] - coef * row["kl/sequence"])
 
 
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of numbers; None without numbers, or if one is missing."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return fmean(known) if known and len(known) == len(every) else None
+
+
 def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
     """The figures that judge a run, for its summary, its card and its pages; what they mean: see `control.verdict`.
 
-    rows: those of all updates. kl: the section of the config. A beta that does not depend on the KL has no verdict.
+    rows: those of all updates; `kl` is their mean at the end, None if one was not finite. kl: the config's section.
+    A beta that does not depend on the KL has no verdict.
     """
     values = ratios(rows)
     word, since, error = verdict(values) if adjusts(kl.controller.kind) else (None, None, None)
     return {
-        "kl": closing_figures(rows, kl.unit).get("kl", (None, None))[1],
+        "kl": mean(row.get(f"kl/{kl.unit}") for row in end(rows)),
         "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
         "tail_error": tail_error(values), "time_in_band": time_in_band(values),
         "verdict": word, "since": since, "error_since": error,

@@ -72,20 +72,8 @@ def rollout_metrics(batch: RolloutBatch, coef: float, ppo: PPOSettings) -> dict[
     chosen = batch.exact_kl[mask]
     k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)
     logprob_gap, logprob_gap_se = sampling_gap(logprobs + batch.entropy, batch.logprob_variance, mask)
-    scored = batch.scored
-    raw = batch.scores[REWARD]
-    scores, shaped = raw[scored], batch.shaped_scores[scored]
-    score = mean_of_groups(float64(torch.where(scored, raw, 0.0)), float64(scored), batch.group)
-    scores_shaped = float(shaped.mean())  # nan if none is scored
     return {
-        "objective/scores": float(scores.mean()),
-        "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
-        "objective/scores_stderr": score.stderr if len(scores) > 1 else None,
-        "objective/scores_deciles": scores.double().quantile(DECILES).tolist() if len(scores) else None,
-        "objective/scores_shaped": scores_shaped,
-        "objective/rlhf_reward": scores_shaped - penalty,
-        "objective/kl_share": penalty / (penalty + abs(scores_shaped)) if penalty > 0 else 0.0,
-        "objective/gold": None if batch.failures else mean_score(batch.scores.get(GOLD)),
+        **objective_metrics(batch, penalty),
         "kl/token": token.mean,
         "kl/token_stderr": token.stderr if several else None,
         "kl/sequence": sequence.mean,
@@ -109,10 +97,28 @@ def rollout_metrics(batch: RolloutBatch, coef: float, ppo: PPOSettings) -> dict[
         "rollout/tokens": int(mask.sum()),
         "rollout/response_length": float(lengths.double().mean()),
         "rollout/eos_rate": float(batch.ended.double().mean()),
-        "rollout/score_length_corr": _correlation(scores, lengths[scored]) if len(scores) else None,
-        "rollout/unscored": int((~scored).sum()),
         "rollout/equal_groups": _equal_groups(batch, group),
         "rollout/distinct_responses": _distinct(batch.prompts, batch.responses, group),
+    }
+
+
+def objective_metrics(batch: RolloutBatch, penalty: float) -> dict[str, Any]:
+    """The keys of scores and what they are made of. `penalty`: mean of coef times the KL of a sequence."""
+    scored, raw = batch.scored, batch.scores[REWARD]
+    scores, shaped = raw[scored], batch.shaped_scores[scored]
+    score = mean_of_groups(float64(torch.where(scored, raw, 0.0)), float64(scored), batch.group)
+    scores_shaped = float(shaped.mean())  # nan if none is scored
+    return {
+        "objective/scores": float(scores.mean()),
+        "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
+        "objective/scores_stderr": score.stderr if len(scores) > 1 else None,
+        "objective/scores_deciles": scores.double().quantile(DECILES).tolist() if len(scores) else None,
+        "objective/scores_shaped": scores_shaped,
+        "objective/rlhf_reward": scores_shaped - penalty,
+        "objective/kl_share": penalty / (penalty + abs(scores_shaped)) if penalty > 0 else 0.0,
+        "objective/gold": None if batch.failures else mean_score(batch.scores.get(GOLD)),
+        "rollout/score_length_corr": _correlation(scores, batch.lengths[scored]) if len(scores) else None,
+        "rollout/unscored": int((~scored).sum()),
         **{
             f"reward/{name.removeprefix(TERM)}": float(part.nanmean())
             for name, part in batch.scores.items()

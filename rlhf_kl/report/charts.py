@@ -18,6 +18,7 @@ from rlhf_kl.text import format_number, format_percent, read_number
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
+KL_OVER_TARGET = "KL over its target"
 ROOT_KL = "√KL, nats per response"
 
 

@@ -17,8 +17,9 @@ from rlhf_kl.config.resolve import config_diff
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.control import adjusts
 from rlhf_kl.errors import InputError
+from rlhf_kl.monitors.facts import mean
 from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
-from rlhf_kl.report.one_run import RunResult, mean, read_run
+from rlhf_kl.report.one_run import RunResult, read_run
 
 CONFIGS = "configs"  # in the folder of a comparison: those of its runs, NAME.yaml
 # If these differ, scores have different scales, or KLs different references.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from rlhf_kl.config.problems import checked
@@ -16,7 +15,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.control.verdict import end, ratios
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.monitors.facts import CLOSING, StartEnd, closing_figures, control_figures, is_update
+from rlhf_kl.monitors.facts import CLOSING, StartEnd, closing_figures, control_figures, is_update, mean
 from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
@@ -130,7 +129,6 @@ class RunResult:
         return {
             **control_figures(self.updates, self.config.kl),
             **ends,
-            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit; None if one was not finite
             "peak": max(self.ratios, default=None),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference
             "gold_gain": self.gain("objective/gold"),
@@ -156,10 +154,3 @@ def stored_config(path: Path) -> TrainConfig:
         raise InputError(f"{path.parent}: a run of `rlhf-kl {kind}`; only runs of `rlhf-kl train` have a KL to show")
     with blame(str(path)):
         return checked(TrainConfig, raw)
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of numbers; None without numbers, or if one is missing."""
-    every = list(values)
-    known = [value for value in every if value is not None]
-    return fmean(known) if known and len(known) == len(every) else None

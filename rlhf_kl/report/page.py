@@ -66,9 +66,8 @@ def render(template: str, **values: Any) -> str:
 
     pages = Environment(loader=PackageLoader("rlhf_kl.report"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True, finalize=finalize)  # fmt: skip
-    script = Markup(pages.get_template("page.js").render())
     version = metadata.version("rlhf-kl")
-    return pages.get_template(template).render(colours=Markup(css()), script=script, version=version, **values)
+    return pages.get_template(template).render(colours=Markup(css()), version=version, **values)
 
 
 def render_chart(chart: Chart) -> dict[str, Any]:

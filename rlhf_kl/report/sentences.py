@@ -28,19 +28,16 @@ def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         names.remove("gold")
     titles = {"kl": f"KL/{comparison.unit}", "scores": "score", "gold": "true score"}
     header = ["variant", "target", *(titles.get(name, name) for name in names)]
-    rows = [[v.name, outcome(v, short=True), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
+    rows = [[v.name, outcome(v), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
     return header, rows
 
 
-def outcome(variant: Variant, *, short: bool = False) -> str:
+def outcome(variant: Variant) -> str:
     """What became of a variant's target: its verdict, how many seeds have it, or where a constant beta ended."""
     if counts := variant.verdicts:
         (word, count), *others = counts.most_common()
-        text = word if short else WORDS[word]
-        return f"{text} {count}/{len(variant.runs)}" if others else text
-    if variant.over_target is None:
-        return "-" if short else "no target"
-    return f"{format_number(variant.over_target, 2)}x" + ("" if short else " the target")
+        return f"{WORDS[word]} {count}/{len(variant.runs)}" if others else WORDS[word]
+    return "no target" if variant.over_target is None else f"{format_number(variant.over_target, 2)}x the target"
 
 
 def _mean_and_sd(variant: Variant, name: str) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from rlhf_kl import ui
 from rlhf_kl.control import verdict as rule
-from rlhf_kl.report.charts import compare_charts, held_charts, target_charts, variant_styles
+from rlhf_kl.report.charts import KL_OVER_TARGET, compare_charts, held_charts, target_charts, variant_styles
 from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
 from rlhf_kl.report.page import render, render_chart, report_page, response_figures
@@ -43,7 +43,7 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
             links.setdefault(variant, []).append((seed, quote(os.path.relpath(run.report, folder))))
     sections = [
         ("what each target costs", target_charts(sweep_of(comparison)), "targets.png"),
-        ("KL over its target", held_charts(comparison), "compare.png"),
+        (KL_OVER_TARGET, held_charts(comparison), "compare.png"),
         ("scores and costs", compare_charts(comparison), ""),
     ]
     return _write(
@@ -116,8 +116,7 @@ def _write(stem: Path, document: Mapping[str, Any], sections: Sections, width: i
     write_atomic(page, render("compare.html", kind=stem.name, rule=rule, sections=drawn, refresh=None, **shown))
     for title, charts, picture in sections:
         if picture and charts:
-            columns = min(len(charts), 2 if len(charts) in (2, 4) else 3)
-            save_sheet(charts, folder / picture, columns=columns, heading=f"{shown['name']}: {title}")
+            save_sheet(charts, folder / picture, heading=f"{shown['name']}: {title}")
         for chart in charts if not picture else ():
             save_sheet([chart], folder / f"{chart.slug}.png")
     header, rows = shown["table"]

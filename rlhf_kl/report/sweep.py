@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import hypot, sqrt
 from typing import Any, NamedTuple
 
+from rlhf_kl.monitors.facts import mean
 from rlhf_kl.report.comparison import Comparison
-from rlhf_kl.report.one_run import mean
 from rlhf_kl.shell import shell_command
 from rlhf_kl.text import with_error
 

@@ -29,7 +29,7 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.ppo.reference import ReferenceScores, reference_responses
 from rlhf_kl.sharding import can_shard
 from rlhf_kl.types import Sampling
-from tests.made import Make, rollout
+from tests.made import Make, numbers, rollout
 from tests.runs import Cli, jsonl, rows, sets
 
 Doctor = Callable[..., dict[str, list[tuple[str, str]]]]
@@ -73,7 +73,7 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert found.keys() == fine | untrained
     levels = {topic: {level for level, _ in lines} for topic, lines in found.items() if topic in fine}
     assert levels == {topic: {"fine"} for topic in fine}
-    assert "longest prompt 4 tokens and 6 new ones fit into 32" in found["context"][0][1]
+    assert numbers(found["context"][0][1]) == [4, 6, 32]  # the longest prompt, new tokens, the context
     assert "6 updates of" in found["time"][0][1]
     assert "in all; `train --updates N` makes N" in found["time"][0][1]
     assert re.match(r"a checkpoint every 2 updates \(1 MB, .*\); 12 of them take 1 MB, of ", found["checkpoint"][0][1])
@@ -83,8 +83,8 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
 
 def test_the_time_of_a_long_run_stands_beside_that_of_a_shorter_one() -> None:
     """By hand: 60 * 143 + 7 * 30 + 19 seconds; 20 * 143 + 3 * 30 + 19."""
-    assert run_time(60, 10, 19.0, 143.0, 30.0) == "about 2:26:49 in all; `train --updates 20`: about 49:29"
-    assert run_time(20, 10, 19.0, 143.0, 30.0) == "about 49:29 in all; `train --updates N` makes N"
+    assert re.match(r"about 2:26:49 .*`train --updates 20`: about 49:29$", run_time(60, 10, 19.0, 143.0, 30.0))
+    assert run_time(20, 10, 19.0, 143.0, 30.0).startswith("about 49:29 ")
 
 
 def test_a_reward_that_fails_is_told_before_the_reference_is_sampled(
@@ -192,18 +192,19 @@ def test_a_reference_with_other_tokens_is_fatal(doctor: Doctor, tiny_folder: Pat
     tokenizer["model"]["vocab"] |= {"a": 4, "b": 3}
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     found = doctor(f"reference.model='{copy}'", code=2)
-    assert ("fatal", "policy and reference tokenize prompts differently; reference.model") in found["tokenizer"]
+    assert [level for level, text in found["tokenizer"] if "reference.model" in text] == ["fatal"]
 
 
 def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Path, tmp_path: Path) -> None:
     reward = f"reward={{kind: model, model: '{tiny_reward_folder}'}}"
     ((_, text),) = doctor(reward)["reward"]
-    assert text == "the accuracy of the reward model is unknown; measure it: doctor --pairs FILE"
+    assert "unknown" in text
+    assert text.endswith("doctor --pairs FILE")
     rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c" * n} for n in range(1, 9)]
     rows += [{"prompt": "a", "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
     ((level, text),) = doctor(reward, options=("--pairs", jsonl(tmp_path / "p.jsonl", rows)))["reward"]
     assert level == "doubtful"
-    assert text.startswith("the reward model is right on 50% of 16 held-out pairs, and guessing on 50%; train it on")
+    assert numbers(text)[:3] == [50, 16, 50]  # right on 50 % of 16, as guessing is
 
 
 @pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
@@ -221,10 +222,10 @@ def test_the_doctor_of_several_processes(doctor: Doctor) -> None:
         (
             ["once", "twice", "thrice", "never"],
             "fine",
-            "'the end of a' -> 'once', score 0; 'b' -> 'twice', score 0.25; 'c' -> 'thrice', score 0.5",
+            "'b' -> 'twice', score 0.25; 'c' -> 'thrice', score 0.5",
         ),
-        (["", " ", "", "once"], "doubtful", "75% of 4 responses are the same text, ''"),
-        (["<end>", "once", "<end>", "<end>"], "doubtful", "75% of 4 responses are the same text, '<end>'"),
+        (["", " ", "", "once"], "doubtful", "75% of 4 "),
+        (["<end>", "once", "<end>", "<end>"], "doubtful", "75% of 4 "),
         (["yes", "no", "yes", "no"], "fine", "'yes'"),
     ],
 )

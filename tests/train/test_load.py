@@ -62,8 +62,8 @@ def test_prompts_that_are_all_the_same_to_the_tokenizer(new_model: Make, letters
     config = TrainConfig.model_validate({"policy": {"model": SMALL}, "rollout": {"max_new_tokens": 4}})
     rows = [PromptRow(text, {}) for text in "xyz"]  # which it does not know
     words = problem(build_prompts, config, (rows[:2], rows[2:]), new_model(), letters)
-    assert "every prompt is a held-out one too: the policy's tokenizer" in words
-    assert "leaves no more of 'x' than [1, 0]" in words
+    assert words.startswith("data.prompts: ")
+    assert "of 'x' than [1, 0]" in words  # what its tokenizer makes of it
 
 
 def answered(prompt: str, response: str) -> Responses:
@@ -107,7 +107,7 @@ def test_what_is_held_out_by_name_is_not_trained_on(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
     kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
     assert sets.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
-    with pytest.raises(InputError, match="every row is a held-out row too"):
+    with pytest.raises(InputError, match=r"^data\.texts: every row"):
         sets.documents(SFTDataSection(texts=kept, eval_texts=kept))
     labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
     apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
@@ -125,7 +125,7 @@ def test_prompts_in_the_form_of_conversations_and_of_columns(tmp_path: Path) -> 
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
     assert sets.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"
-    with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
+    with pytest.raises(InputError, match=r"'ttle'.* title\?"):
         sets.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
 
 
