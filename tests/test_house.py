@@ -25,8 +25,11 @@ CHANGING = {  # methods that change a list, a set or a mapping
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault"),
     *("sort", "update"),
 }
-# What is kept there is computed from nothing else, so it decides no result.
-CACHES = {"data/chat.py: _ROLES"}
+CACHES = {  # what was computed or loaded once, as in `sys.modules`; none of it decides a result
+    "data/chat.py: _ROLES",
+    "plugins.py: _HOMES",
+    "plugins.py: _LOADED",
+}
 
 
 def files() -> list[Path]:
