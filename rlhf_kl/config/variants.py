@@ -113,20 +113,8 @@ def plan_comparison(
         base = find_config(config.base, folder=path.parent, but=path)
         load_config("train", base)
     folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / path.stem)))
-    by_variant: dict[str, TrainConfig] = {}
-    problems = list[str]()
-    for variant, fragment in config.variants.items():
-        try:
-            changes = located(fragment or {}, path.parent, Path.cwd())
-            by_variant[variant] = load_config("train", base, overrides, changes)
-        except InputError as error:
-            problems += [line if line.startswith("--set") else f"variants.{variant}: {line}" for line in error.problems]
-    problems += [
-        f"variants: {name} and {other} are the same run"
-        for name, other in combinations(by_variant, 2)
-        if not differences(by_variant[name], by_variant[other])
-    ]
-    refuse(*dict.fromkeys(problems))
+    fragments = {variant: located(each or {}, path.parent, Path.cwd()) for variant, each in config.variants.items()}
+    by_variant = _configs(base, fragments, overrides)
     written = [read_merged(base), parse_overrides(overrides)[0]]
     keeps = {
         one: any("keep" in inner(raw, "checkpoint") for raw in (*written, each or {}))
@@ -139,6 +127,26 @@ def plan_comparison(
     ]
     notes = _unpaired(by_variant)
     return ComparePlan(path.stem, folder, runs, notes)
+
+
+def _configs(
+    base: Path, fragments: Mapping[str, Mapping[str, Any]], overrides: Sequence[str]
+) -> dict[str, TrainConfig]:
+    """The config of each variant. Errors: InputError with every problem, two that are the same run among them."""
+    configs: dict[str, TrainConfig] = {}
+    problems = list[str]()
+    for variant, changes in fragments.items():
+        try:
+            configs[variant] = load_config("train", base, overrides, changes)
+        except InputError as error:
+            problems += [line if line.startswith("--set") else f"variants.{variant}: {line}" for line in error.problems]
+    problems += [
+        f"variants: {name} and {other} are the same run"
+        for name, other in combinations(configs, 2)
+        if not differences(configs[name], configs[other])
+    ]
+    refuse(*dict.fromkeys(problems))
+    return configs
 
 
 def check_variants(plan: ComparePlan) -> None:
