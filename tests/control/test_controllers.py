@@ -411,5 +411,5 @@ def test_a_share_of_the_distance_is_from_0_to_1(share: float) -> None:
         def scale(self) -> float:
             return share
 
-    with pytest.raises(InputError, match=r"Scales\.scale returned .*: it must be from 0 to 1"):
+    with pytest.raises(InputError, match=r"Scales\.scale returned "):
         Guard(Scales()).distance_kept()

@@ -297,6 +297,6 @@ class Gentle(ThresholdKL):
 def test_a_subclass_may_have_options_of_its_own():
     assert coefs_after(Gentle(0.5), [0.0]) == pytest.approx([0.1 / 1.5])
     assert law_options(Gentle, {"pace": 0.5}, "c") == ({"pace": 0.5}, [])
-    assert law_options(Gentle, {}, "c")[1] == ["c.pace: missing, Gentle needs it"]
+    assert [line.partition(": ")[0] for line in law_options(Gentle, {}, "c")[1]] == ["c.pace"]
     with pytest.raises(ValueError, match="factor"):
         coefs_after(Gentle(-1.0), [0.0])

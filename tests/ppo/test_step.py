@@ -70,7 +70,7 @@ def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(make_train
     for step in (1, 2, 3):
         updates.append(trainer.update(step))
         expected.append(trainer.ceiling.seen(updates[-1].move))
-    rows = [update_row(update, trainer.config) for update in updates]
+    rows = [update_row(update, trainer.settings) for update in updates]
     assert law.updates == [(pytest.approx(row[f"kl/{unit}"], rel=1e-6), 32) for row in rows]
     assert [before for before, _, _ in law.observed] == [kl for kl, _ in law.updates]
     assert law.observed == expected
