@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_kl.errors import InputError, no_such_file
+from rlhf_kl.errors import InputError, is_address, no_such_file
 
 # Enough to load a model and its tokenizer: pickles only on request, other formats of the weights never.
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 PICKLED_FILES = ["*.bin"]
 SUBFOLDERS = ["*/*"]
 GGUF = ".gguf"
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
@@ -22,6 +23,11 @@ class HubName(NamedTuple):
     name: str
     subset: str | None
     revision: str | None
+
+
+def looks_like_path(value: str) -> bool:
+    """Whether a value can only be a path or address, also where there is no such file."""
+    return is_address(value) or value.startswith((".", "/", "~")) or value.lower().endswith((*DATA_SUFFIXES, GGUF))
 
 
 def hub_name(ref: str) -> HubName | None:

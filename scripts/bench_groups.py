@@ -40,8 +40,8 @@ import torch
 from bench import SHAPES, World, floors, random_world, run_alone
 
 from rlhf_kl.models.pretrained import load_tokenizer
-from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import read_jsonl, write_json
+from rlhf_kl.text import text_table
 from rlhf_kl.train.world_files import World as BuiltIn
 
 PEERS = ("rloo", "grpo", "ppo")

@@ -22,6 +22,7 @@ import rlhf_kl
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ppo.heldout import Samples
 from rlhf_kl.train.evaluation import evaluate_policy
+from rlhf_kl.train.resolved import resolve
 from rlhf_kl.train.setup import build_setup
 from rlhf_kl.train.start import prepare_training
 
@@ -90,7 +91,7 @@ def test_a_prompt_has_a_short_walk_to_its_figures(
     config = TrainConfig.model_validate(
         tiny_settings | {"eval": tiny_settings["eval"] | {"prompts": str(prompts), "responses": 3}}
     )
-    held = prepare_training(config, build_setup(config, torch.device("cpu"))).heldout
+    held = prepare_training(config, build_setup(resolve(config), torch.device("cpu"))).heldout
     ids = held.prompts.ids[held.prompts.texts.index(PROMPT)]
     evaluate_policy(held, True, 1, [])
     monkeypatch.setattr("rlhf_kl.train.evaluation.heldout_rows", lambda *_: [])

@@ -25,10 +25,10 @@ from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.ppo import rollout
 from rlhf_kl.ppo.states import ReferenceStates
-from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import unsharded
-from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
+from rlhf_kl.types import GOLD, REWARD, Prompts, Responses, Sampled, Sampling
 
 SHOWN = 2  # held-out prompts whose responses people read
 EACH = 8  # responses to each of them: people read that of the median score

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from rlhf_kl.models.tokens import decode_behind
 from rlhf_kl.ppo.heldout import SHOWN, HeldOut, Samples
-from rlhf_kl.report.texts import HELD_OUT
-from rlhf_kl.rewards.scorer import GOLD, REWARD
-from rlhf_kl.types import RolloutBatch
+from rlhf_kl.run.log import HELD_OUT
+from rlhf_kl.types import GOLD, REWARD, RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest

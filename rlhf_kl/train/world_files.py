@@ -140,7 +140,7 @@ class World:
 
     def _train(self, config: SFTConfig | RewardModelConfig, part: str, folder: Path) -> None:
         """Train to the end, and write the model. An interrupted build starts over, so there are no checkpoints."""
-        task = build_task(config, Loader(), with_files)
+        task = build_task(with_files(config), Loader())
         settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
         seed_libraries(config.run.seed)
         trainer = SupervisedTrainer(task, settings, config.run.seed)

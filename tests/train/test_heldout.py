@@ -10,8 +10,9 @@ import torch
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.training import EvalSection
-from rlhf_kl.data import sets
+from rlhf_kl.train import sets
 from rlhf_kl.train.evaluation import evaluate_policy
+from rlhf_kl.train.resolved import resolve
 from rlhf_kl.train.setup import build_setup
 from rlhf_kl.train.start import prepare_training
 
@@ -34,7 +35,7 @@ def test_evaluations_of_the_default_sizes_take_little_of_a_run_of_60_updates(
     }
     merged = {name: tiny_settings.get(name, {}) | section for name, section in changes.items()}
     config = TrainConfig.model_validate(tiny_settings | merged)
-    setup = build_setup(config, torch.device("cpu"))
+    setup = build_setup(resolve(config), torch.device("cpu"))
     setup = replace(setup, sampling=replace(setup.sampling, eos_ids=[-1]))  # all responses have one length
     read = [0]
 
@@ -61,7 +62,7 @@ def test_evaluations_of_the_default_sizes_take_little_of_a_run_of_60_updates(
 def test_what_is_written_is_what_an_evaluation_has(tiny_settings: dict[str, Any]) -> None:
     changes = {"eval": tiny_settings["eval"] | {"every": 7, "responses": 50, "max_documents": 5}}
     config = TrainConfig.model_validate(tiny_settings | changes)
-    held = prepare_training(config, build_setup(config, torch.device("cpu"))).heldout
+    held = prepare_training(config, build_setup(resolve(config), torch.device("cpu"))).heldout
     assert (config.eval.updates_between, len(held.texts), len(held.firsts)) == (7, 5, 50)
 
 
@@ -83,7 +84,7 @@ def test_penalties_and_the_rate_of_the_critic_are_those_of_the_config(tiny_setti
     changes = {"reward": penalties, "ppo": {"critic_learning_rate": 5.0e-3}}
     changes = {name: tiny_settings[name] | section for name, section in changes.items()}
     config = TrainConfig.model_validate(tiny_settings | changes)
-    training = prepare_training(config, build_setup(config, torch.device("cpu")))
+    training = prepare_training(config, build_setup(resolve(config), torch.device("cpu")))
     assert {name: getattr(training.shaping, name) for name in penalties} == penalties
     rates = [group["lr"] for group in training.trainer.optimizer.param_groups]
     assert rates == [2.0e-4, 2.0e-4, 5.0e-3]  # matrices, vectors, critic
