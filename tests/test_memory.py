@@ -135,22 +135,22 @@ def test_one_number_spoils_a_rollout(field: str, said: str, value: float) -> Non
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is that of glibc")
 def test_memory_that_was_freed_is_used_again_without_fresh_pages() -> None:
-    """In a process of its own: a tensor of 64 MiB has 16,384 pages."""
+    """In a process of its own, with tensors that are too large for the usual heap (32 MiB)."""
     code = """
-import resource, sys, torch
+import resource, torch
 from rlhf_kl.memory import keep_freed_memory
-if sys.argv[1] == "kept":
-    keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for count in (30, 10):  # the first ones leave gaps, which the others fill
-    before = faults()
-    for _ in range(count):
-        torch.ones(1 << 24)
-print(faults() - before)
+def of_ten():
+    for count in (12, 5):  # the first ones leave gaps, which the others fill
+        before = faults()
+        for _ in range(count):
+            torch.ones(9 << 20)
+    return faults() - before
+usual = of_ten()
+keep_freed_memory()
+print(usual, of_ten())
 """
-    usual, kept = (
-        int(subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, check=True).stdout)
-        for word in ("usual", "kept")
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    usual, kept = map(int, done.stdout.split())
     assert kept < usual / 8

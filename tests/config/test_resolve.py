@@ -222,15 +222,19 @@ def test_a_config_of_another_command_is_refused(write: Write) -> None:
 @pytest.mark.parametrize("value", [[1], {"a": 1}, math.nan, -1])
 def test_every_key_refuses_what_no_key_can_be(model: type[Section], value: Any) -> None:
     keys = all_keys(model)
-    for key in (key for key in keys if not any(other.startswith(f"{key}.") for other in keys)):
-        if key.endswith("_options") and isinstance(value, dict):
-            continue  # which is what it is
-        raw = value
-        for part in reversed(key.split(".")):
-            raw = {part: raw}
-        with pytest.raises(InputError) as caught:
-            checked(model, raw)
-        assert any(line.startswith(key) for line in caught.value.problems), (key, caught.value.problems)
+    leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+    if isinstance(value, dict):
+        leaves = [key for key in leaves if not key.endswith("_options")]  # which is what they are
+    raw: dict[str, Any] = {}
+    for key in leaves:
+        *sections, name = key.split(".")
+        section = raw
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    with pytest.raises(InputError) as caught:
+        checked(model, raw)
+    assert [key for key in leaves if not any(line.startswith(key) for line in caught.value.problems)] == []
 
 
 NAMED = {

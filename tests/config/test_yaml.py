@@ -91,7 +91,7 @@ values = st.recursive(scalars, lambda v: st.lists(v, max_size=3) | st.dictionari
 
 
 @example({"name": "a\x85b\u2028c", "1e5": "1e5", "off": "off", "~": "~"})
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), values, max_size=4))
 def test_what_is_dumped_reads_back(value: dict[str, Any]) -> None:
     assert parse_yaml(dump_yaml(value), where="here") == value

@@ -41,7 +41,7 @@ kl_values = st.one_of(
 
 
 @pytest.mark.parametrize("kind", ALL)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps=st.lists(st.tuples(kl_values, kl_values, kl_values), max_size=40))
 def test_coef_never_leaves_its_bounds(kind, steps):
     control = built(kind)

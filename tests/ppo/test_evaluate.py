@@ -219,7 +219,7 @@ def test_the_draws_are_prompts_with_all_of_their_responses() -> None:
 
     one = few_prompts(draws, prompts=40)
     places = [[i for i, of in enumerate(one.prompts) if of == prompt] for prompt in range(40)]
-    again = [one.pick([i for rows in draws.choices(places, k=40) for i in rows]) for _ in range(1000)]
+    again = [one.pick([i for rows in draws.choices(places, k=40) for i in rows]) for _ in range(400)]
     found = [figures_of(each, each, []) for each in again]
     told, apart = errors_of(one), errors_of(replace(one, prompts=list(range(len(one.texts)))))
     for name in ("kl_token", "kl_sequence", "scores", "length", "eos_rate"):
