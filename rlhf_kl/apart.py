@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -48,6 +49,15 @@ class Home:
     """Of a file: imports find it under its name, and what it made can be pickled."""
     settings: dict[str, Any] = field(default_factory=dict)
     """That it left otherwise than it found them."""
+    secrets: dict[str, str] = field(default_factory=dict)
+    """What its options got from variables of the environment -> how these are written."""
+
+    def hidden(self, text: str) -> str:
+        """A text with variables as they are written in place of their values: no message shows these."""
+        values = sorted(self.secrets, key=len, reverse=True)  # one may be a part of another one
+        if not values:
+            return text
+        return re.sub("|".join(map(re.escape, values)), lambda match: self.secrets[match[0]], text)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

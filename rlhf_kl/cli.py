@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
 import signal
 import sys
@@ -92,7 +91,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; problems go to stderr, one line each."""
     arguments = list(arguments) or ["--help"]
     if arguments[0] in TRAINING and arguments[1:] and not arguments[1].startswith("-") and arguments[0] != "compare":
-        arguments[1:1] = [] if any(re.match("--config|-c", word) for word in arguments) else ["--config"]  # `train x`
+        named = any(word.startswith(("--config", "-c")) for word in arguments)
+        arguments[1:1] = [] if named else ["--config"]  # `train x`
     try:
         for word in arguments:
             _require_text(word)
@@ -155,25 +155,38 @@ def _going_on(arguments: Sequence[str]) -> str:
 
 
 def _usage_error(error: Any, arguments: Sequence[str]) -> str:
-    """What is wrong with a command line, and what helps."""
-    message = safe_text(" ".join(error.format_message().split())).removesuffix(".")
-    path = getattr(getattr(error, "ctx", None), "command_path", None) or shell_command()
-    command, kind = arguments[0], type(error).__name__
-    extra, hint = re.search(r"extra argument\S* \((\S+?)[ )]", message), ""
-    if kind == "NoSuchOption":
-        message = f"No such option: {safe_text(error.option_name)}"
-        near = f"did you mean {error.possibilities[0]}?" if error.possibilities else ""
-        hint = _key_option(error.option_name, command, near) if command in TRAINING else near
-    elif kind == "MissingParameter" and command in TRAINING:
-        hint = f"such as {path} --config {TRAINING[command]}"
-    elif kind == "BadParameter" and (given := next((o for o in error.param.opts if o in arguments), None)):
-        message += f": {safe_text(arguments[arguments.index(given) + 1])!r}"
-    elif extra and command in TAKES:
-        is_run = os.path.isfile(os.path.join(extra[1], "config.yaml"))
-        hint = f"did you mean {'--run' if is_run else TAKES[command]} {extra[1]}?"
-    elif extra and command in TRAINING:
-        hint = f"did you mean --set {extra[1]}?" if "=" in extra[1] else ""
-    return f"{message}; {hint} (see {path} --help)" if hint else f"{message}; see {path} --help"
+    """What is wrong with a command line, in the words of the command library, and what helps."""
+    command, context = arguments[0], getattr(error, "ctx", None)
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    path = shell_command() if context is None else context.command_path
+    left = [] if context is None else context.args
+    hint = ""
+    match type(error).__name__:
+        case "NoSuchOption":
+            message = error.message  # without the list of similar ones
+            near = f"did you mean {error.possibilities[0]}?" if error.possibilities else ""
+            hint = _key_option(error.option_name, command, near) if command in TRAINING else near
+        case "MissingParameter" if command in TRAINING:
+            hint = f"such as {path} --config {TRAINING[command]}"
+        case "BadParameter":
+            message += "".join(f": {value!r}" for value in _values(error.param, arguments))
+        case "UsageError" if left:
+            hint = _option_for(left[0], command)
+    return safe_text(f"{message}; {hint} (see {path} --help)" if hint else f"{message}; see {path} --help")
+
+
+def _values(param: Any, arguments: Sequence[str]) -> list[str]:
+    """What a command line gives an option: the word behind it, or behind its equals sign."""
+    pairs = ((*word.partition("=")[::2], after) for word, after in zip(arguments, [*arguments[1:], ""], strict=True))
+    return [value or after for name, value, after in pairs if name in param.opts]
+
+
+def _option_for(word: str, command: str) -> str:
+    """The option that was probably meant to stand before a word that no command takes."""
+    if command in TAKES:
+        is_run = os.path.isfile(os.path.join(word, "config.yaml"))
+        return f"did you mean {'--run' if is_run else TAKES[command]} {word}?"
+    return f"did you mean --set {word}?" if command in TRAINING and "=" in word else ""
 
 
 def _key_option(option: str, command: str, near: str) -> str:

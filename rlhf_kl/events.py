@@ -12,6 +12,11 @@ from typing import ClassVar, dataclass_transform
 GUIDE = "kl"  # the page that lists the alerts
 
 
+def alert(name: str, text: str) -> str:
+    """A line of `alerts`, which begins with a fixed word."""
+    return f"{name}: {text} (rlhf-kl guide {GUIDE})"
+
+
 @dataclass_transform(frozen_default=True)
 class Event:
     """The base: each subclass is a frozen dataclass."""
@@ -27,7 +32,7 @@ class Event:
     def line(self, advice: Mapping[str, str]) -> str:
         """A note, or the alert with the page of the guide that lists it; `advice` replaces that of the event."""
         text = self.words.format_map(vars(self) | dict(advice))
-        return text if self.is_note else f"{self.name}: {text} (rlhf-kl guide {GUIDE})"
+        return text if self.is_note else alert(self.name, text)
 
 
 class CoefMoved(Event, name="coef-moved"):

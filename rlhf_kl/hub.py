@@ -6,13 +6,15 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_kl.errors import InputError, no_such_file
+from rlhf_kl.errors import InputError, is_address, no_such_file
 
 # Enough to load a model and its tokenizer: pickles only on request, other formats of the weights never.
 MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 PICKLED_FILES = ["*.bin"]
 SUBFOLDERS = ["*/*"]
 GGUF = ".gguf"
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+GZIP = ".gz"  # behind any of them but .parquet, which is compressed inside
 _ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
@@ -22,6 +24,19 @@ class HubName(NamedTuple):
     name: str
     subset: str | None
     revision: str | None
+
+
+def looks_like_path(value: str) -> bool:
+    """Whether a value can only be a path or address, also where there is no such file."""
+    named = value.lower().removesuffix(GZIP).endswith((*DATA_SUFFIXES, GGUF))
+    return named or is_address(value) or value.startswith((".", "/", "~"))
+
+
+def data_suffix(name: str) -> str:
+    """The suffix that tells the kind of a data file, in lower case: ".csv" for x.csv and x.csv.gz."""
+    name = name.lower()
+    suffix = Path(name.removesuffix(GZIP)).suffix
+    return GZIP if suffix == ".parquet" and name.endswith(GZIP) else suffix
 
 
 def hub_name(ref: str) -> HubName | None:

@@ -1,4 +1,4 @@
-"""Memory: what a training pass keeps, full memory on each device, and the size of passes."""
+"""Memory: what a training pass keeps, and full memory on each device."""
 
 from __future__ import annotations
 
@@ -82,23 +82,20 @@ def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: in
     """
     weights = int(sum(parameter.numel() for parameter in model.parameters()))
     room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * models * weights)
-    return sized(room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))
+    return max(1, room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))
 
 
-# ---- the size of passes
+# ---- what needs less
 
-SMALLER_PASS = "lower microbatch_size, or use policy.gradient_checkpointing=true or an adapter (policy.lora={})"
-LESS_MEMORY = "use a smaller model, an adapter (policy.lora={}), smaller batches or shorter texts"
-_share = 1.0  # of the usual rows and tokens in every pass
-
-
-def sized(count: int) -> int:
-    """Rows, or tokens, of a pass that usually has `count`: less where --resume goes on after a full memory."""
-    return max(1, int(count * _share))
+LESS_MEMORY = {  # by kind of run
+    "train": "lower rollout.batch_size, rollout.max_new_tokens or ppo.microbatch_size",
+    "sft": "lower sft.microbatch_size, or use shorter texts",
+    "reward-model": "lower reward_model.microbatch_size, or use shorter texts",
+}
+SMALLER_ROLLOUT = "lower rollout.batch_size or rollout.max_new_tokens"
 
 
-def pass_share(share: float | None = None) -> float:
-    """The share of their usual size that passes have in this process, after setting it to `share`."""
-    global _share
-    _share = _share if share is None else share
-    return _share
+def smaller_pass(section: str) -> str:
+    """Advice where a training pass does not fit. `section`: of the config, which has its microbatch_size."""
+    others = "policy.gradient_checkpointing=true or an adapter (policy.lora={})"
+    return f"lower {section}.microbatch_size, or use {others}"

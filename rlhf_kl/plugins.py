@@ -32,6 +32,10 @@ from rlhf_kl.errors import InputError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.shell import LIBRARIES
 
+# What the program gives a reward function by name: a plain one, and one that is written for TRL.
+REWARD_PROVIDED = {"prompts", "responses"}
+TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
 
 def is_reference(text: str) -> bool:
     """Whether `text` has the form "module:attribute" or "file.py:attribute" (not "builtin:NAME")."""
@@ -202,47 +206,47 @@ def users_code(what: str, home: Home | None = None) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
         line = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
-        raise InputError(hidden(f"{what} {type(error).__name__}: {error}{line}")) from error
+        message = f"{what} {type(error).__name__}: {error}{line}"
+        raise InputError(home.hidden(message) if home else message) from error
 
 
 # ---- variables: `${NAME}` in an option is read from the environment when it is used, and stored as it is written ----
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # `$${` is a literal `${`
-_SECRETS: dict[str, str] = {}  # values that were filled in -> how they are written: no message shows the value
+SHORT = 4  # characters: a shorter value is no secret, and would be found in every text
 
 
 def filled(value: Any) -> Any:
     """A value with the variables in its texts filled in; one that is not set stays as written."""
     if isinstance(value, str):
-        return _VARIABLE.sub(_fill, value)
+        return _VARIABLE.sub(lambda found: "${" if found[1] is None else os.environ.get(found[1]) or found[0], value)
     if isinstance(value, dict):
         return {key: filled(item) for key, item in value.items()}
     return [filled(item) for item in value] if isinstance(value, list) else value
 
 
-def _fill(match: re.Match[str]) -> str:
-    if match[1] is None:
-        return "${"
-    value = os.environ.get(match[1], "")
-    if len(value) >= 4:  # a shorter one is no secret, and would be found in every text
-        _SECRETS[value] = match[0]
-    return value or match[0]
-
-
-def hidden(text: str) -> str:
-    """A text with variables as they are written in place of their values."""
-    values = sorted(_SECRETS, key=len, reverse=True)  # one may be a part of another one
-    return re.sub("|".join(map(re.escape, values)), lambda match: _SECRETS[match[0]], text) if values else text
+def variables_of(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """The variables in the texts of a value, each with its dotted path; `key` is that of the value."""
+    if isinstance(value, str):
+        yield from ((key, name) for name in _VARIABLE.findall(value) if name)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from variables_of(item, f"{key}.{name}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from variables_of(item, key)
 
 
 def missing_variables(value: Any, key: str) -> list[str]:
     """Problems of variables that the environment lacks; `key` is the dotted path of the value."""
-    if isinstance(value, str):
-        names = [name for name in _VARIABLE.findall(value) if name and not os.environ.get(name)]
-        return [f"{key}: the environment variable {name} is not set" for name in names]
-    if isinstance(value, dict):
-        return [line for name, item in value.items() for line in missing_variables(item, f"{key}.{name}")]
-    return [line for item in value for line in missing_variables(item, key)] if isinstance(value, list) else []
+    missing = [(path, name) for path, name in variables_of(value, key) if not os.environ.get(name)]
+    return [f"{path}: the environment variable {name} is not set" for path, name in missing]
+
+
+def secrets_of(value: Any) -> dict[str, str]:
+    """The values that `filled` puts into it -> how they are written; see `Home.hidden`."""
+    values = {os.environ.get(name, ""): f"${{{name}}}" for _, name in variables_of(value, "")}
+    return {value: name for value, name in values.items() if len(value) >= SHORT}
 
 
 # ---- options ----
@@ -269,11 +273,14 @@ def checked_options(
 ) -> tuple[dict[str, Any], list[str]]:
     """The arguments that these options are for a class or function, and the problems of them. Does not call it.
 
-    Variables are filled in, and a value has the type of its annotation: a list may become a tuple, a text a path.
+    Variables are filled in, and a value has the type of its annotation: a list may become a tuple, a text a path. The
+    home of `target` gets to know what it has to hide.
     where: dotted path of the options. provided: parameters that the program sets if the options do not.
     complete: whether parameters without a default get their values from the options only.
     """
     values, parameters, name = filled(dict(written)), parameters_of(target), getattr(target, "__name__", repr(target))
+    if secrets := secrets_of(dict(written)):
+        home_of(target).secrets.update(secrets)
     problems = missing_variables(dict(written), where)
     if parameters is None:
         return values, problems

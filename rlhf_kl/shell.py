@@ -63,6 +63,14 @@ def short_path(path: str) -> str:
     return shlex.quote(os.path.relpath(path, here) if path.startswith(here + os.sep) else path)
 
 
+def source_name(source: str | None) -> str:
+    """A name to be shared: a hub id, or of a local path no folder but that of a run."""
+    path = Path(source or "")
+    if not path.is_absolute():
+        return source or ""
+    return path.parent.name if path.name in ("final", "merged") else path.name
+
+
 def wait_without_spinning() -> None:
     """Let waiting threads sleep after a moment, unless the user has set one of the variables.
 

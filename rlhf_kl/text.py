@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # Controls, lone surrogates, line and paragraph separators move the cursor or break a line; format characters hide or
@@ -71,6 +71,21 @@ def hanging(text: str, width: int | None, indent: int) -> str:
     return f"\n{' ' * indent}".join(lines)
 
 
+def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Columns as wide as needed, the first one left-aligned; what is wider than `width` goes to further tables."""
+    sizes = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    parts: list[list[int]] = [[0]]
+    for i, size in enumerate(sizes[1:], start=1):
+        if width and len(parts[-1]) > 1 and sum(sizes[k] + 2 for k in parts[-1]) + size > width:
+            parts.append([0])
+        parts[-1].append(i)
+    tables = []
+    for part in parts:
+        rows = [[row[i].rjust(sizes[i]) if i else row[i].ljust(sizes[i]) for i in part] for row in (header, *body)]
+        tables.append("\n".join("  ".join(row).rstrip() for row in rows))
+    return "\n\n".join(tables)
+
+
 # ---- numbers
 
 
@@ -103,6 +118,16 @@ def with_error(value: float | None, error: float | None) -> str:
         return "" if value is None else format_number(value, 4)
     digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4
     return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def start_to_end(figure: Iterable[float | None]) -> str:
+    """`0.780 -> 3.43`; a figure without a start alone."""
+    return " -> ".join(format_number(value) for value in figure if value is not None) or "-"
+
+
+def score_text(figure: Iterable[float | None], error: float | None) -> str:
+    """`0.780 -> 3.43 (±0.021 at the end)`."""
+    return start_to_end(figure) + ("" if error is None else f" (±{format_number(error)} at the end)")
 
 
 def format_percent(value: float | None, *, signed: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,8 @@ from rlhf_kl.ops.packing import Layout
 
 Unit = Literal["token", "sequence"]
 CPU = torch.device("cpu")
-
+REWARD, GOLD = "reward", "gold"  # names of scores
+TERM = "terms."  # before the name of a term of a sum
 
 Conversation = tuple[tuple[str, str], ...]  # (role, content) of each turn
 Prompt = str | Conversation  # a text is one turn of the user
@@ -56,6 +57,10 @@ class Responses(NamedTuple):
         return Responses(self.prompts.pick(range(len(self.texts))[:count]), self.texts[:count], self.ids[:count])
 
 
+# Raw scores (B,) by name, on the CPU, and failures of scorers that are only logged.
+Score = Callable[[Responses], tuple[dict[str, Tensor], list[str]]]
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How responses are drawn."""
@@ -78,18 +83,6 @@ class Sampled(NamedTuple):
     def rows(self) -> list[list[int]]:
         """The tokens of each response."""
         return [row[kept].tolist() for row, kept in zip(self.ids.cpu(), self.mask.cpu(), strict=True)]
-
-    @classmethod
-    def concat(cls, parts: Sequence[Sampled], pad_id: int) -> Sampled:
-        """The rows of several batches."""
-        if len(parts) == 1:
-            return parts[0]
-        ids = _padded([part.ids for part in parts], left=False, fill=pad_id)
-        mask = _padded([part.mask for part in parts], left=False)
-        logprobs = _padded([part.logprobs for part in parts], left=False)
-        states = [part.states for part in parts if part.states is not None]
-        ended = torch.cat([part.ended for part in parts])
-        return cls(torch.cat(ids), torch.cat(mask), ended, torch.cat(logprobs), torch.cat(states) if states else None)
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ class RolloutBatch:
     @property
     def scored(self) -> Tensor:
         """Whether each response has a score: (B,) bool."""
-        return ~self.scores["reward"].isnan().to(self.mask.device)
+        return ~self.scores[REWARD].isnan().to(self.mask.device)
 
     @property
     def weights(self) -> Tensor:

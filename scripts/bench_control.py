@@ -34,14 +34,13 @@ from rlhf_kl import ui
 from rlhf_kl.commands.grid import train_grid
 from rlhf_kl.config.variants import ComparePlan, PlannedRun, check_variants, plan_comparison
 from rlhf_kl.config.yaml import read_yaml
-from rlhf_kl.control.held import BAND, tail
+from rlhf_kl.control.verdict import BAND, tail
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.report.charts import ratio_chart
 from rlhf_kl.report.drawing import ORDERED, Chart, save_sheet
 from rlhf_kl.report.one_run import RunResult, read_run
-from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import write_json
-from rlhf_kl.text import format_number, format_percent
+from rlhf_kl.text import format_number, format_percent, text_table
 
 ROWS = Path(__file__).with_suffix(".yaml")
 DEFAULT_ROWS = 10

@@ -42,8 +42,8 @@ from bench import SHAPES, World, floors, random_world, run_alone
 
 from rlhf_kl.builtin.world import world_file
 from rlhf_kl.models.pretrained import load_tokenizer
-from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import read_jsonl, write_json
+from rlhf_kl.text import text_table
 
 PEERS = ("rloo", "grpo", "ppo")
 SIDES = ("gae", "rloo", "grpo", "TRL rloo", "TRL grpo")

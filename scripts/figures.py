@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_kl.cli import run as rlhf_kl
-from rlhf_kl.report.drawing import for_dark_pages
+from rlhf_kl.commands.grid import planned_comparison
+from rlhf_kl.config.variants import load_compare
+from rlhf_kl.report.charts import KL_OVER_TARGET, held_charts
+from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.run.log import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -235,9 +237,9 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
         for drawn, shown in PICTURES.get(name, {}).items():
             shutil.copy(folder / name / f"{drawn}.png", images / f"{shown}.png")
         if name in DARK:
-            with for_dark_pages():
-                rlhf_kl(placed[2:])  # the finished runs are only drawn again
-            shutil.copy(folder / name / f"{DARK[name]}.png", images / f"{DARK[name]}-dark.png")
+            plan = load_compare(words[words.index("--config") + 1], (), folder / name)
+            charts, heading = held_charts(planned_comparison(plan)), f"{plan.name}: {KL_OVER_TARGET}"
+            save_sheet(charts, images / f"{DARK[name]}-dark.png", heading=heading, dark=True)
         if name in DRAWN_FROM:
             subprocess.run([sys.executable, DRAWN_FROM[name]], cwd=ROOT, check=True)
     return not done.returncode

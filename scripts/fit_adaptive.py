@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from rlhf_kl.control.adaptive import AdaptiveKL, StepModel
 from rlhf_kl.control.base import COEF_SPAN
+from rlhf_kl.monitors.facts import is_update
 from rlhf_kl.ppo.ceiling import KLForecast
-from rlhf_kl.report.outcome import is_update
-from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.text import text_table
 
 GRID: dict[str, tuple[float, ...]] = {
     "momentum": (0.2, 0.3, 0.4, 0.5, 0.6),
@@ -80,7 +80,7 @@ def error(run: Run, model: StepModel) -> float:
         max_coef=max(COEF_SPAN[1] * run[0].coef, *(update.coef for update in run)),
     )
     controller.model = model
-    controller.solved = (run[0].coef, 1.0)
+    controller.observe_solved(run[0].coef, 1.0)
     forecast = KLForecast(target=1.0)
     misses, guesses = [], []
     for number, (update, last) in enumerate(zip(run, [run[0], *run], strict=False)):

@@ -16,8 +16,8 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_kl.report.verdict import text_table
 from rlhf_kl.run.log import write_json
+from rlhf_kl.text import text_table
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = {  # row -> its tests

@@ -222,24 +222,21 @@ def own_logits() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def smaller_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
-    """`smaller_passes()`: from now on passes have an eighth of their usual size; a list gets the rows of each."""
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """`rows_read()`: a list that gets, from now on, the rows of each pass of a GPT-2."""
     from transformers import GPT2Model
-
-    from rlhf_kl import memory
 
     forward, passes = GPT2Model.forward, list[int]()
 
-    def shrink() -> list[int]:
+    def start() -> list[int]:
         def noting(self: Any, input_ids: Any = None, **settings: Any) -> Any:
             passes.append(len(input_ids))
             return forward(self, input_ids=input_ids, **settings)
 
         monkeypatch.setattr(GPT2Model, "forward", noting)
-        monkeypatch.setattr(memory, "_share", 0.125)
         return passes
 
-    return shrink
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -51,13 +52,18 @@ def problem(call: Make, *arguments: Any, **options: Any) -> str:
     return str(line)
 
 
+def numbers(text: str) -> list[float]:
+    """Every number of a text, in its order: of a note that counts rows and names them."""
+    return [float(each) for each in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
 def weights(module: Any) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def row_of(trainer: Any, step: int) -> dict[str, Any]:
     """What an update logs."""
-    return update_row(trainer.update(step), trainer.config)
+    return update_row(trainer.update(step), trainer.settings)
 
 
 class Recorder:

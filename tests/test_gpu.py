@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.models import decoding
-from rlhf_kl.models.lm import LM, check_head
+from rlhf_kl.models.lm import LM, takes_ready_masks
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
@@ -42,7 +42,7 @@ def test_steps_replayed_as_a_cuda_graph_draw_what_steps_started_from_python_draw
     sizes |= {"bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval().to("cuda")
-    check_head(model)
+    model.ready_masks = takes_ready_masks(model)
     lm, sampling, noise = LM(model, dtype), Sampling(48, 1.0, [2, 3], 0), uniforms(64, 48, 0, "x")
     prompts = [list(range(4, 5 + i % 7)) for i in range(64)]
     capture, graphs = decoding.captured, []

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_kl import memory
 from rlhf_kl.errors import MemoryFull
 from rlhf_kl.events import UpdateSkipped
-from rlhf_kl.memory import kept_per_token, memory_for, memory_is_full, pass_share, sized, tokens_of_a_pass
+from rlhf_kl.memory import kept_per_token, memory_for, memory_is_full, tokens_of_a_pass
 from rlhf_kl.models.lm import enable_recompute, recomputing
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ppo.rollout import unusable
@@ -56,13 +56,6 @@ def test_what_is_raised_elsewhere(error: Exception, full: bool) -> None:
     with pytest.raises(MemoryFull if full else type(error)) as caught, memory_for("a pass", "smaller"):
         raise error
     assert ("a pass: smaller" in str(caught.value)) == full
-
-
-def test_passes_have_a_share_of_their_usual_size_and_at_least_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_share", 1.0)
-    assert (sized(5), sized(0), pass_share()) == (5, 1, 1.0)
-    assert pass_share(0.25) == pass_share() == 0.25
-    assert (sized(16), sized(7), sized(2)) == (4, 1, 1)
 
 
 ROWS, LENGTH = 4, 32

@@ -30,7 +30,8 @@ from rlhf_kl.events import (
 )
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.monitors.alarms import ALARMS, FEW, collapsed
-from rlhf_kl.monitors.history import SAMPLED, GapSum
+from rlhf_kl.monitors.facts import SAMPLED, GapSum
+from tests.made import numbers
 
 Row = dict[str, Any]
 MakeRow = Callable[[int], Row]
@@ -235,7 +236,7 @@ def test_advice_can_be_followed_with_the_controller_in_use(kind: str, ceiling: b
         assert ("kl.controller.coef" in text) == constant
         assert ("set kl.ceiling" in text) <= (not ceiling)
         assert ("use kl.controller.kind: adaptive" in text) <= (kind != "adaptive")
-    assert "averages 0.25 nats per token over the last 5 updates, 2.5x the target 0.1. " in text
+    assert numbers(text)[:4] == [0.25, 5, 2.5, 0.1]  # the mean KL, of 5 updates, over the target
 
 
 @pytest.mark.parametrize("advantage", ["gae", "rloo"])
@@ -364,7 +365,8 @@ def test_a_changed_learning_rate_asks_for_nothing() -> None:
     events = [LearningRateChanged("so it was", 0.5)]
     assert monitors()({"step": 1}, events) == ([], None)
     assert worded(events) == []
-    assert worded(events, notes=True) == ["the learning rate is now 0.5x its schedule: so it was"]
+    (line,) = worded(events, notes=True)
+    assert " 0.5x " in line
 
 
 def test_events_are_told_each_time_and_a_failing_gold_scorer_where_it_begins_to_fail() -> None:

@@ -90,7 +90,7 @@ def test_a_terminal_has_lines_and_one_bar_that_fit(width: int) -> None:
         header[:fitting],
         cells[:fitting],
     ]
-    assert "update 2/60 KL 0.040/0.1 beta 0.100 score 1.00 " in _bars(console)[-1]
+    assert "KL 0.040/0.1 beta 0.100 score" in _bars(console)[-1]
     large = {"episodes": 12_345_678, "objective/scores": -123456.7, "kl/token": 12.3}
     wide = _terminal(width)
     with shown(wide, 100_000) as show:

@@ -19,31 +19,35 @@ if TYPE_CHECKING:
     from rlhf_kl.config.variants import ComparePlan
 
 
+Runs = Annotated[list[Path] | None, typer.Argument(metavar="RUN", help="Finished runs, or folders of comparisons.")]
+Variants = Annotated[
+    str | None, typer.Option("--config", metavar="FILE", help="Variants and seeds to train and compare.")
+]
+ResultDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--output-dir", metavar="DIR", callback=local, help="Of the result (default: runs/NAME, or runs/compare/RUNS)."
+    ),
+]
+OneSeed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")
+]
+Jobs = Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs, which share the cores.")]
+GoOn = Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print compare.json instead.")]
+
+
 def compare(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="Finished runs, or folders of comparisons.")
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="FILE", help="Variants and seeds to train and compare.")
-    ] = None,
+    runs: Runs = None,
+    config: Variants = None,
     set_: Set = None,
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir",
-            metavar="DIR",
-            callback=local,
-            help="Of the result (default: runs/NAME, or runs/compare/RUNS).",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", min=0, help="Only this seed, instead of those in the file.")
-    ] = None,
+    output_dir: ResultDir = None,
+    seed: OneSeed = None,
     updates: Updates = None,
-    jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Parallel runs, which share the cores.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in the folder (the default).")] = False,
+    jobs: Jobs = 1,
+    resume: GoOn = False,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print compare.json instead.")] = False,
+    as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
     """Train variants x seeds, or read finished runs: table, pictures and a verdict."""

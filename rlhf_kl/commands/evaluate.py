@@ -9,7 +9,7 @@ import typer
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, RemoteCode, Step, StoredRun
 from rlhf_kl.errors import InputError
-from rlhf_kl.text import hanging, stdout_width, with_error
+from rlhf_kl.text import hanging, stdout_width, text_table, with_error
 
 LABELS = {
     "scores": "score",
@@ -97,7 +97,6 @@ def evaluate(
 
 def _table(figures: dict[str, Any]) -> str:
     """Name, value and standard error, beside those of the reference where there is one."""
-    from rlhf_kl.report.verdict import text_table
 
     columns = [figures, figures["reference"]] if "reference" in figures else [figures]
     known = [key for key in LABELS if any(of.get(key) is not None for of in columns)]

@@ -92,7 +92,7 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
         raise InputError(f"{plan.folder}: none of the runs has started")
     comparison = read_comparison(list(started), started)
     missing = not_begun([path for path in names if path not in started])
-    return Comparison(comparison.variants, [*plan.notes, *missing, *comparison.notes], plan.options)
+    return Comparison(comparison.variants, [*plan.notes, *missing, *comparison.notes])
 
 
 def check_folders(plan: ComparePlan) -> None:

@@ -12,7 +12,6 @@ from rlhf_kl import ui
 from rlhf_kl.builtin.world import world_file
 from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.data import sets
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
@@ -30,6 +29,7 @@ from rlhf_kl.ppo.heldout_samples import (
 from rlhf_kl.ppo.rollout import rows_at_once
 from rlhf_kl.ppo.way import same_weights
 from rlhf_kl.run.folder import RunFolder
+from rlhf_kl.train import sets
 from rlhf_kl.train.device import on_this_machine, run_device
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.setup import build_prompts, sampling_of

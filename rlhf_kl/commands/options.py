@@ -33,7 +33,18 @@ class Plain:
         return params
 
 
-Command: Any = type("Command", (Plain, TyperCommand), {})
+class Whole(Plain):
+    """A command that takes every word; where some are left, they stand in the error's `ctx.args`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        left: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        if left:
+            ctx.fail(f"Got unexpected extra argument(s) ({' '.join(left)})")
+        return left
+
+
+Command: Any = type("Command", (Whole, TyperCommand), {})
 Group: Any = type("Group", (Plain, TyperGroup), {})
 
 

@@ -29,21 +29,24 @@ SECONDS = 15.0  # of the sampling at one scale, as long as that is FEWEST respon
 FEWEST, MOST = 64, 256  # responses, where the command line names no number
 
 
+FinishedRun = Annotated[Path | None, typer.Argument(metavar="RUN", help="A finished run; default: the newest.")]
+Targets = Annotated[
+    str | None, typer.Option(metavar="X,Y,...", help="KL targets in the run's unit; default: around the run's.")
+]
+Responses = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=8, help="Held-out responses at each target; default: 256, or 64 of a slow model."),
+]
+Save = Annotated[
+    float | None, typer.Option(metavar="TARGET", min=1e-9, help="Write the policy at it: RUN/scaled-TARGET.")
+]
+
+
 def scale(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="A finished run; default: the newest.")] = None,
-    targets: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="KL targets in the run's unit; default: around the run's.")
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=8, help="Held-out responses at each target; default: 256, or 64 of a slow model."
-        ),
-    ] = None,
-    save: Annotated[
-        float | None,
-        typer.Option(metavar="TARGET", min=1e-9, help="Write the policy at it: RUN/scaled-TARGET."),
-    ] = None,
+    run: FinishedRun = None,
+    targets: Targets = None,
+    samples: Responses = None,
+    save: Save = None,
     as_json: Json = False,
     plugins: Plugins = False,
     trust_remote_code: RemoteCode = False,
@@ -68,7 +71,6 @@ def scale(
         from rlhf_kl.control import adjusts
         from rlhf_kl.report.side_by_side import write_scaled
         from rlhf_kl.run.log import encode_json, read_jsonl
-
     if samples is None:
         samples, why = usual_samples(read_jsonl(folder.metrics), config.rollout.batch_size)
         log.info(f"{samples} responses at each target: {why} (--samples N draws another number)")
@@ -206,8 +208,8 @@ class Scaled:
     def save(self, target: float, place: Path) -> tuple[Path, float]:
         """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
         from rlhf_kl.models.pretrained import save_generation, save_model
-        from rlhf_kl.report.card import scaled_card
         from rlhf_kl.run.folder import write_folder
+        from rlhf_kl.train.card import scaled_card
 
         if target not in self.scales:
             raise InputError(f"--save {target:g}: is over {FARTHEST} times what training has added: train a run there")

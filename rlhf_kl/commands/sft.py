@@ -25,16 +25,16 @@ def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str,
     """Train a language model or a reward model; returns the summary."""
     device = run_device(config.run, group=True)
     loader = Loader(config.run, device)
-    task = run.ranks.first_before_others(lambda: build_task(config, loader, with_files))
+    task = run.ranks.first_before_others(lambda: build_task(with_files(config), loader))
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
     trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks)
-    run.check(device, {task.data: task.fingerprint})
+    run.check(config, device, {task.data: task.fingerprint})
     run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer)
     for note in task.notes:
         log.info(note)
     log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
     run.begin(trainer.steps)
-    log.info(run.interval_words())
+    log.info(run.interval.words())
     last = train_to_the_end(trainer, run)
     if run.ranks.writes:
         write_folder(run.folder.final, task.save)

@@ -24,7 +24,7 @@ from rlhf_kl.commands.options import (
     read_config,
 )
 from rlhf_kl.shell import shell_command, short_path
-from rlhf_kl.text import duration, format_number
+from rlhf_kl.text import duration, format_number, score_text, start_to_end
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def train_command(
     """
     from rlhf_kl.memory import keep_freed_memory
     from rlhf_kl.run.log import check_installed
-    from rlhf_kl.run.run import open_run
+    from rlhf_kl.run.opened import open_run
     from rlhf_kl.run.signals import ending_on_sigterm
     from rlhf_kl.train.device import joined, on_this_machine, pick_device
     from rlhf_kl.train.final import merge_final, require_adapter
@@ -124,8 +124,9 @@ def train_command(
 def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     """Figures and next steps after `train`. config: knows where the run is now, which its summary may not."""
     from rlhf_kl.commands.stored import Permissions
+    from rlhf_kl.control.verdict import verdict_text
     from rlhf_kl.monitors.alarms import collapsed
-    from rlhf_kl.report.outcome import closing_note, score_text, start_to_end, verdict_text
+    from rlhf_kl.monitors.facts import closing_note
 
     final, closing, place = summary["final"], summary["closing"], short_path(config.run.output_dir)
     control = summary["control"]

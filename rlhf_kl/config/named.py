@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
-from rlhf_kl.config.schema.control import builtin_law
 from rlhf_kl.config.schema.sections import refuse
-from rlhf_kl.control import BOUNDS, KLController, build_controller
-from rlhf_kl.control.foreign import (
-    COEF_NAMES,
-    ForeignKL,
-    fits_call,
-    law_options,
-    names_of_options,
-    options_of,
-    own_names,
-)
+from rlhf_kl.control import Guard, load_controller, make_controller
 from rlhf_kl.errors import InputError, blame, collected
 from rlhf_kl.hub import model_folder, model_on_hub
 from rlhf_kl.plugins import (
+    REWARD_PROVIDED,
+    TRL_PROVIDED,
     checked_options,
-    home_of,
     is_reference,
     load_attribute,
     missing_variables,
     reference_file,
     takes,
-    users_code,
 )
-from rlhf_kl.ui import log
-
-OF_A_LAW = ("__init__", "update")
-REWARD_PROVIDED = {"prompts", "responses"}
-TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
 class NamedPlugin(NamedTuple):
@@ -87,28 +70,8 @@ def plugin_files(config: AnyConfig) -> dict[str, Path]:
 
 
 def plugin_notes(config: AnyConfig) -> list[str]:
-    """Variables in options that are not set here (who uses the plugins refuses that), and names of a controller."""
-    notes = [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
-    return notes + [note for plugin in plugins_of(config) if (note := names_in_source(plugin))]
-
-
-def names_in_source(plugin: NamedPlugin) -> str:
-    """`own_names` of a controller's class by the source of its file, which is not run; empty where it has no such."""
-    file, name = reference_file(plugin.ref, [Path.cwd()]), plugin.ref.rpartition(":")[2]
-    if plugin.key != "kl.controller.kind" or file is None:
-        return ""
-    try:
-        nodes = ast.parse(file.read_text(encoding="utf-8")).body
-    except (OSError, ValueError, SyntaxError):
-        return ""
-    for law in [node for node in nodes if isinstance(node, ast.ClassDef) and node.name == name]:
-        methods = {node.name: node.args for node in law.body if isinstance(node, ast.FunctionDef)}
-        options, update = ([arg.arg for arg in methods[key].args] if key in methods else [] for key in OF_A_LAW)
-        written = {node.attr for node in ast.walk(law) if isinstance(node, ast.Attribute)}
-        coef = next((attribute for attribute in COEF_NAMES if attribute in written), "coef")
-        words = own_names(options, coef, alone=len(update) == 2)
-        return f"kl.controller: {name}: {words}" if words else ""
-    return ""
+    """Variables in options that are not set here; who uses the plugins refuses that."""
+    return [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
 
 
 def check_named(config: AnyConfig, *, download: bool = False) -> None:
@@ -153,43 +116,7 @@ def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
     return target, arguments
 
 
-# ---- the controller
-
-
-def controller_class(kind: str) -> type:
-    """The class of a controller kind. Errors: InputError if there is none."""
-    with blame("kl.controller.kind"):
-        law = builtin_law(kind) or load_attribute(kind)
-        if not inspect.isclass(law):
-            raise InputError(f"{kind!r} is not a class: a controller is one with coef and update(kl, episodes)")
-    return law
-
-
-def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
-    """The class of a controller, and its arguments. Errors: InputError with every problem."""
-    law = controller_class(kind)
-    called = names_of_options(options_of(law))
-    options = {key if called.get(key) in options else called.get(key, key): value for key, value in options.items()}
-    written = {key: value for key, value in options.items() if takes(law, key) or key not in BOUNDS}
-    arguments, problems = law_options(law, written, "kl.controller")
-    update = getattr(law, "update", None)
-    if not any(fits_call(update, None, *arguments) for arguments in ((0.1, 64), (0.1,))):
-        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a law needs that and coef")
-    refuse(*problems)
-    return law, dict(options) | arguments
-
-
-def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> KLController:
-    """The controller of this kind; `sizes` as for `build_controller`. Errors: InputError with all problems."""
-    law, arguments = load_controller(kind, options)
-    with users_code(f"kl.controller: {law.__name__} cannot be created:", home_of(law)):
-        control = build_controller(law, arguments, **sizes)
-    if isinstance(control, ForeignKL) and (words := control.own_names()):
-        log.warning(f"kl.controller: {law.__name__}: {words}")
-    return control
-
-
-def configured_controller(config: TrainConfig, coef: float) -> KLController:
+def configured_controller(config: TrainConfig, coef: float) -> Guard:
     """The controller of a config; `coef` is the value of `auto`. Errors: InputError."""
     kl, batch = config.kl, config.rollout.batch_size
     # The controller does not move during the warm-up of the value function.

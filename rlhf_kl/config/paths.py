@@ -8,11 +8,9 @@ from typing import Any
 
 from rlhf_kl.builtin.world import is_builtin, world_folder
 from rlhf_kl.config.yaml import Text
-from rlhf_kl.errors import InputError, is_address, nearest, no_such_file
+from rlhf_kl.errors import InputError, nearest, no_such_file
+from rlhf_kl.hub import looks_like_path
 from rlhf_kl.plugins import is_reference, look_up, reference_file
-
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-GZIP = ".gz"  # behind any of them but .parquet, which is compressed inside
 
 
 def shipped_configs() -> Path:
@@ -39,22 +37,6 @@ def find_config(name: str | Path, *, folder: Path | None = None, but: Path | Non
     close = nearest(given.stem, known)  # without the file extension, which is always .yaml
     hint = f"; did you mean {known[close]}?" if close else f"; available: {', '.join(sorted(known.values()))}"
     raise InputError(f"no config {str(name)!r}{hint}")
-
-
-def data_suffix(name: str) -> str:
-    """The suffix that tells the kind of a data file, in lower case: ".csv" for x.csv and x.csv.gz."""
-    name = name.lower()
-    suffix = os.path.splitext(name.removesuffix(GZIP))[1]
-    return GZIP if suffix == ".parquet" and name.endswith(GZIP) else suffix
-
-
-def looks_like_path(value: str) -> bool:
-    """Whether a value can only be a path or address, also where there is no such file."""
-    return (
-        is_address(value)
-        or value.startswith((".", "/", "~"))
-        or value.lower().removesuffix(GZIP).endswith((*DATA_SUFFIXES, ".gguf"))
-    )
 
 
 def source(value: Any) -> Any:

@@ -90,13 +90,21 @@ def config_diff(a: AnyConfig, b: AnyConfig) -> list[str]:
 
     `data.chat_template: auto` in the new one is no change: a run stores what it stands for.
     """
-    old, new = ({key: dump_yaml([value])[2:].strip() for key, value in flat(c.model_dump()).items()} for c in (a, b))
-    pairs = {key: (old.get(key, "(absent)"), new.get(key, "(absent)")) for key in [*old, *new]}
+    old, new = (flat(config.model_dump()) for config in (a, b))
+    changed = [key for key in {**old, **new} if repr(old.get(key, ABSENT)) != repr(new.get(key, ABSENT))]
+    pairs = {key: [_as_written(values.get(key, ABSENT)) for values in (old, new)] for key in changed}
     return [
         f"{key}: {before} -> {after}"
         for key, (before, after) in pairs.items()
         if before != after and (key, after) != ("data.chat_template", "auto")
     ]
+
+
+ABSENT = object()
+
+
+def _as_written(value: Any) -> str:
+    return "(absent)" if value is ABSENT else dump_yaml([value])[2:].strip()
 
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -14,14 +13,13 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from rlhf_kl.config.named import check_named
-from rlhf_kl.config.paths import find_config, shipped_configs
+from rlhf_kl.config.paths import find_config
 from rlhf_kl.config.problems import checked
-from rlhf_kl.config.resolve import config_diff, detect_kind, flat, load_config, parse_overrides, read_merged
+from rlhf_kl.config.resolve import config_diff, detect_kind, load_config, parse_overrides, read_merged
 from rlhf_kl.config.schema import Section, TrainConfig
 from rlhf_kl.config.schema.sections import SEEDS, Name, inner, refuse
 from rlhf_kl.config.yaml import located, read_yaml
 from rlhf_kl.errors import InputError, blame, collected
-from rlhf_kl.shell import short_path
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
 # Keys that are equal in two runs with the same prompts in the same order.
@@ -76,8 +74,6 @@ class ComparePlan:
     folder: Path
     runs: list[PlannedRun]
     notes: list[str]  # shown with the comparison
-    # By variant: those of `rlhf-kl train` for a run of its own, without its KL target.
-    options: dict[str, str] = field(default_factory=dict)
 
 
 def compare_schema() -> dict[str, Any]:
@@ -117,20 +113,8 @@ def plan_comparison(
         base = find_config(config.base, folder=path.parent, but=path)
         load_config("train", base)
     folder = Path(os.path.abspath(os.path.expanduser(output_dir or Path("runs") / path.stem)))
-    by_variant: dict[str, TrainConfig] = {}
-    problems = list[str]()
-    for variant, fragment in config.variants.items():
-        try:
-            changes = located(fragment or {}, path.parent, Path.cwd())
-            by_variant[variant] = load_config("train", base, overrides, changes)
-        except InputError as error:
-            problems += [line if line.startswith("--set") else f"variants.{variant}: {line}" for line in error.problems]
-    problems += [
-        f"variants: {name} and {other} are the same run"
-        for name, other in combinations(by_variant, 2)
-        if not differences(by_variant[name], by_variant[other])
-    ]
-    refuse(*dict.fromkeys(problems))
+    fragments = {variant: located(each or {}, path.parent, Path.cwd()) for variant, each in config.variants.items()}
+    by_variant = _configs(base, fragments, overrides)
     written = [read_merged(base), parse_overrides(overrides)[0]]
     keeps = {
         one: any("keep" in inner(raw, "checkpoint") for raw in (*written, each or {}))
@@ -142,12 +126,27 @@ def plan_comparison(
         for one, settings in by_variant.items()
     ]
     notes = _unpaired(by_variant)
-    shown = config.base if base.parent == shipped_configs() else short_path(str(base))
-    options = {}
-    for one in by_variant:
-        changes = [f"{key}={value}" for key, value in flat(config.variants[one] or {}).items() if key != "kl.target"]
-        options[one] = " --set ".join([f"--config {shown}", *map(shlex.quote, [*changes, *overrides])])
-    return ComparePlan(path.stem, folder, runs, notes, options)
+    return ComparePlan(path.stem, folder, runs, notes)
+
+
+def _configs(
+    base: Path, fragments: Mapping[str, Mapping[str, Any]], overrides: Sequence[str]
+) -> dict[str, TrainConfig]:
+    """The config of each variant. Errors: InputError with every problem, two that are the same run among them."""
+    configs: dict[str, TrainConfig] = {}
+    problems = list[str]()
+    for variant, changes in fragments.items():
+        try:
+            configs[variant] = load_config("train", base, overrides, changes)
+        except InputError as error:
+            problems += [line if line.startswith("--set") else f"variants.{variant}: {line}" for line in error.problems]
+    problems += [
+        f"variants: {name} and {other} are the same run"
+        for name, other in combinations(configs, 2)
+        if not differences(configs[name], configs[other])
+    ]
+    refuse(*dict.fromkeys(problems))
+    return configs
 
 
 def check_variants(plan: ComparePlan) -> None:

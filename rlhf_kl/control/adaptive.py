@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeAlia
 
 from pydantic import Field
 
-from rlhf_kl.control.base import KLController, Positive, clip
+from rlhf_kl.control.base import Law, Positive, clip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +62,7 @@ class StepModel(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class AdaptiveKL(KLController):
+class AdaptiveKL(Law):
     """Predictive control of x = sqrt(KL/target), the policy's distance from its reference.
 
     A step of x carries momentum (that of Adam, and of values fitted to the old beta). Its drive is the balance of
@@ -97,6 +97,8 @@ class AdaptiveKL(KLController):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.start_coef = self.coef
+        self.solved: tuple[float, float] | None = None  # the arguments of `observe_solved`
+        self.may_lower = True  # of `observe_progress`
         self.distance: float | None = None  # x of the policy that samples next, as predicted
         self.variance = 0.0  # of that prediction
         self.noise: float | None = None  # variance of a measured x
@@ -115,6 +117,12 @@ class AdaptiveKL(KLController):
     def spread(self) -> float:
         """Of log b around its first guess; also how far from the believed b beta has an effect."""
         return PRIOR_SPREAD if self.solved is None else SOLVED_SPREAD - GUESS_SPREAD * math.log(self.solved[1])
+
+    def observe_solved(self, coef: float, share: float) -> None:
+        self.solved = coef, share
+
+    def observe_progress(self, rises: bool) -> None:
+        self.may_lower = rises
 
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         before = self._distance_of(kl_before)

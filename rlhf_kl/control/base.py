@@ -1,4 +1,4 @@
-"""The base of all KL controllers: checked options, bounds, guards and saved state, also for a class of the user's."""
+"""The base of the laws: checked options, bounds and saved state. A class of the user's may extend it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
-from rlhf_kl.errors import InputError
-from rlhf_kl.events import CoefMoved, CoefNotFinite, ControllerState, ControllerTooSlow, Event, KLNotFinite
-from rlhf_kl.plugins import checked_options, home_of, parameters_of, users_code
+from rlhf_kl.plugins import checked_options, parameters_of
 
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
-# Options that the program sets if a class takes them and the user does not set them.
-CONTROLLER_PROVIDED = {"target", "coef", "total_episodes", "batch_size", "min_coef", "max_coef"}
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]
@@ -63,33 +58,22 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 @dataclass(kw_only=True, eq=False)
-class KLController:
+class Law:
     """Moves `coef` (beta) so that the policy's KL to its reference stays at a target.
 
-    A subclass writes `update`; any other class with `coef` and `update(kl, episodes)` is a controller too.
+    A subclass writes `update`. A class without this base is a law too if its `update(kl, episodes)` or `update(kl)`
+    returns beta, or one of its attributes `COEF_NAMES` holds it; all other methods are optional. In a run a `Guard`
+    calls them, which protects beta against invalid measurements and faulty laws.
+
     Options are keyword arguments; `CONTROLLER_PROVIDED` names those that the run sets. `min_coef` and `max_coef` bound
     beta; None = COEF_SPAN times the starting `coef`. The KL is in nats, in the unit of the target.
-
-    A run calls `step` and takes `beta`, which protects it against invalid measurements and faulty laws.
     """
 
     coef: Positive = 0.1
     min_coef: Positive | None = None
     max_coef: Positive | None = None
 
-    kind: str = field(default="", init=False)
-    """The name of the law's class."""
-    raised: float = field(default=1.0, init=False)
-    """What rollbacks multiply `coef` by: a law that computes it anew at each update would overwrite a raised one."""
-    wanted: float | None = field(default=None, init=False)
-    """The computed start, if the bounds have changed it."""
-    solved: tuple[float, float] | None = field(default=None, init=False)
-    """The beta that should hold the target, and the share of the target's KL for which the reference's samples suffice
-    to tell it (1 = all); None = not known."""
-    may_lower: bool = field(default=True, init=False)
-    """False: the score does not rise with the KL that is spent, so a lower beta would only spend more."""
     bounds: tuple[float, float] = field(default=(0.0, math.inf), init=False)
-    _beta: float = field(default=math.nan, init=False)
 
     state_names: ClassVar[tuple[str, ...] | None] = None  # None: every attribute that JSON can hold
     adjusts: ClassVar[bool] = True  # False: beta does not depend on the KL, so it cannot be too slow
@@ -113,11 +97,19 @@ class KLController:
         """Problems of options of the law, each right by itself, that do not fit together."""
         return []
 
-    # ---- the law: what a subclass may write
+    # ---- what a subclass may write, in the order in which a run calls it
 
-    def update(self, kl: float, episodes: int) -> None:
-        """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats."""
-        raise NotImplementedError(f"{type(self).__name__} has no update(kl, episodes)")
+    def observe_solved(self, coef: float, share: float) -> None:
+        """By the reference's samples, `coef` is the beta that should hold the target; called before the first update.
+
+        share: of the target's KL for which the samples suffice to tell it; 1 = all. Not called where they tell nothing.
+        """
+
+    def observe_progress(self, rises: bool) -> None:
+        """Whether the score rises with the KL that is spent; called before `update`.
+
+        If not, a lower beta would only spend more.
+        """
 
     def observe_update(self, kl_before: float, kl_after: float, kl_uncut: float) -> None:
         """Use the KL before the policy update, and that expected of the next rollout; called before `update`.
@@ -128,6 +120,13 @@ class KLController:
 
     def observe_rate(self, factor: float) -> None:
         """The learning rate of the next update is `factor` times that of the last one, and so is the policy's step."""
+
+    def update(self, kl: float, episodes: int) -> float | None:
+        """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats.
+
+        What it returns is beta; None: `coef` is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no update(kl, episodes)")
 
     def scale(self) -> float:
         """The share of the policy's distance from its reference, sqrt(KL), that is kept; called after `update`.
@@ -158,127 +157,6 @@ class KLController:
     def _move(self, log_step: float) -> None:
         """coef *= exp(log_step), inside the bounds and without overflow."""
         self._set_coef(self.coef * math.exp(clip(log_step, -50.0, 50.0)))
-
-    # ---- what a run calls
-
-    @property
-    def beta(self) -> float:
-        """The coefficient of the next update: finite, inside the bounds, above 0 (0 only where it started there)."""
-        return self._beta
-
-    @property
-    def needs_update_kl(self) -> bool:
-        """Whether the law uses `observe_update`, which needs a measurement."""
-        return getattr(self.observe_update, "__func__", None) is not KLController.observe_update
-
-    def step(self, kl: float | None, episodes: int, move: tuple[float, float, float] | None = None) -> list[Event]:
-        """Move beta after a rollout of `episodes` responses whose mean KL was `kl` (nats, the target's unit).
-
-        move: the arguments of `observe_update`, if it was measured. A missing or non-finite figure changes nothing. If
-        the law makes coef non-finite, zero or negative, coef and the law's state are restored.
-        Returns where beta had to stay. Errors: InputError if the law's own code fails.
-        """
-        if move is not None and self.needs_update_kl and all(map(math.isfinite, move)):
-            with self._calls("observe_update"):
-                self.observe_update(*map(float, move))
-        if kl is None or not math.isfinite(kl):
-            return [KLNotFinite(kl, self._beta)]
-        with self._calls("state_dict"):
-            before = copy.deepcopy(self.state_dict())
-        with self._calls("update"):
-            self.update(float(kl), int(episodes))
-            beta = self.raised * float(self.coef)
-        if not math.isfinite(beta) or beta < 0.0 or (beta == 0.0 and self.bounds[0] > 0.0):
-            self._load(before)
-            return [CoefNotFinite(beta, kl, self._beta)]
-        self._beta = clip(beta, *self.bounds)
-        if self._beta != beta:
-            self._set_law_coef()
-        return []
-
-    def distance_kept(self) -> float:
-        """The share that is kept of the policy's distance from its reference now, from 0 to 1.
-
-        Errors: InputError if the law gives another one.
-        """
-        with self._calls("scale"):
-            share = float(self.scale())
-        if not 0.0 <= share <= 1.0:
-            raise InputError(f"kl.controller: {self.kind}.scale returned {share:g}: it must be from 0 to 1")
-        return share
-
-    def change_rate(self, factor: float) -> None:
-        """Tell the law by what factor the learning rate changes; not for one of 0 or 1."""
-        if factor > 0.0 and factor != 1.0:
-            with self._calls("observe_rate"):
-                self.observe_rate(float(factor))
-
-    def raise_beta(self, factor: float) -> bool:
-        """Multiply beta by `factor` (a rollback) for the rest of the run, inside the bounds; returns if it changed."""
-        before, self._beta = self._beta, min(self._beta * factor, self.bounds[1])
-        if self._beta > before:
-            self.raised *= self._beta / before
-        return self._beta > before
-
-    def beta_range(self, updates: int, batch_size: int) -> tuple[float, float]:
-        """Lowest and highest beta that this run can reach, as far as the law knows."""
-        with self._calls("reach"):
-            low, high = (clip(self.raised * coef, *self.bounds) for coef in self.reach(updates, batch_size))
-        return low, high
-
-    def start_events(self, updates: int, batch_size: int) -> list[Event]:
-        """Before the run: a start that was moved, a law that cannot move beta in this run, state that is not saved."""
-        events: list[Event] = []
-        low, high = self.beta_range(updates, batch_size)
-        if self.wanted is not None and self.wanted != clip(self.wanted, *self.bounds):
-            events.append(CoefMoved(self.wanted, *self.bounds, self._beta))
-        if self.adjusts and low * 2 > self._beta and high < 2 * self._beta:
-            events.append(ControllerTooSlow(updates, batch_size, self.kind, self._beta, low, high))
-        with self._calls("state_dict"):
-            unsaved = self._unsaved()
-        if unsaved:
-            events.append(ControllerState(", ".join(unsaved)))
-        return events
-
-    def _unsaved(self) -> list[str]:
-        """Attributes that a checkpoint would lose."""
-        own = self.state_names is not None or type(self).state_dict is not KLController.state_dict
-        return [] if own else sorted(vars(self).keys() - self.state_dict().keys())
-
-    def save(self) -> dict[str, Any]:
-        """The state for a checkpoint: that of the law, and beta."""
-        with self._calls("state_dict"):
-            law = copy.deepcopy(self.state_dict())
-        return {"kind": self.kind, "beta": self._beta, "raised": self.raised, "law": law}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `save`. Raises ValueError when the state belongs to another controller."""
-        if state.get("kind") != self.kind:
-            raise ValueError(f"the saved controller is {state.get('kind')}, the config's is {self.kind}")
-        self._load(state["law"], float(state["beta"]), float(state["raised"]))
-
-    def _load(self, law: dict[str, Any], beta: float | None = None, raised: float | None = None) -> None:
-        """Restore the state of the law, and beta (None: as it is)."""
-        beta, raised = self._beta if beta is None else beta, self.raised if raised is None else raised
-        with self._calls("load_state_dict"):
-            self.load_state_dict(copy.deepcopy(law))  # which may hold `_beta` and `raised` too
-        self._beta, self.raised = beta, raised
-        self._set_law_coef()
-
-    def _set_law_coef(self) -> None:
-        """Let the law go on from the beta of the run."""
-        with self._calls("coef"):
-            self.coef = self._beta / self.raised
-
-    def _calls(self, method: str) -> AbstractContextManager[None]:
-        """A block that runs this method of the law. Errors: InputError if a user's fails."""
-        own = None if self.law_class.__module__.startswith("rlhf_kl.") else home_of(self.law_class)
-        return users_code(f"kl.controller: {self.kind}.{method} raised", own)
-
-    @property
-    def law_class(self) -> type:
-        """The class whose code the law is."""
-        return type(self)
 
 
 def saved_attributes(obj: Any, names: tuple[str, ...] | None = None) -> dict[str, Any]:

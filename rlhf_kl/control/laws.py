@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from rlhf_kl.control.base import COEF_SPAN, Fraction, KLController, NonNegative, Positive, clip
+from rlhf_kl.control.base import COEF_SPAN, Fraction, Law, NonNegative, Positive, clip
 
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 
 
-class FixedKL(KLController):
+class FixedKL(Law):
     """beta_k = coef, whatever the KL does (Stiennon et al. 2020, 2009.01325). 0 turns the term off."""
 
     state_names = ("coef",)
@@ -31,7 +31,7 @@ class FixedKL(KLController):
         return self.coef, self.coef
 
 
-class ScheduledKL(KLController):
+class ScheduledKL(Law):
     """beta_k = coef + (end_coef - coef) * f(p), p = episodes so far / total_episodes in [0, 1].
 
     f(p) is 0 (`constant`), p (`linear`) or (1 - cos(pi p)) / 2 (`cosine`). By default end_coef is
@@ -73,7 +73,7 @@ class ScheduledKL(KLController):
 
 
 @dataclass(kw_only=True, eq=False)
-class ZieglerKL(KLController):
+class ZieglerKL(Law):
     """beta *= 1 + clip(KL/target - 1, -clip_error, clip_error) * n / horizon, n = episodes of this update.
 
     Source: Ziegler et al. 2019 (1909.08593), section 2.2, with clip_error 0.2 and horizon 10000. On
@@ -111,7 +111,7 @@ class ZieglerKL(KLController):
 
 
 @dataclass(kw_only=True, eq=False)
-class ThresholdKL(KLController):
+class ThresholdKL(Law):
     """KL > high * target: beta *= factor; KL < low * target: beta /= factor; between them no change.
 
     The rule tutorials use for the KL to the reference, with 1.5, 0.5 and factor 1.5. (The KL penalty of
@@ -142,7 +142,7 @@ class ThresholdKL(KLController):
 
 
 @dataclass(kw_only=True, eq=False)
-class ExponentialKL(KLController):
+class ExponentialKL(Law):
     """beta *= exp(gain * (KL - target)), the KL optionally smoothed: m = s*m + (1-s)*KL, m_1 = KL_1.
 
     The exponentiated-gradient form of dual ascent, in tutorials with gain 0.1. The error is in
@@ -170,7 +170,7 @@ class ExponentialKL(KLController):
 
 
 @dataclass(kw_only=True, eq=False)
-class DualKL(KLController):
+class DualKL(Law):
     """beta += lr * (KL/target - 1), projected into the bounds.
 
     beta is the Lagrange multiplier of max E[score] subject to KL <= target; this is the projected
@@ -193,7 +193,7 @@ class DualKL(KLController):
 
 
 @dataclass(kw_only=True, eq=False)
-class PIDKL(KLController):
+class PIDKL(Law):
     """log beta = log beta_0 + kp*e + ki*sum(e) + kd*(e - e_prev), e = clip(m/target - 1, -1, 1).
 
     m is the smoothed KL. Source: Stooke, Achiam & Abbeel 2020 (2007.03964), section 5, there on the

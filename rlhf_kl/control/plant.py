@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rlhf_kl.control import KLController
-from rlhf_kl.control.held import BAND, tail_error, verdict
+from rlhf_kl.control.guard import Guard
 from rlhf_kl.control.tilt import tilted
+from rlhf_kl.control.verdict import BAND, in_band, tail_error, verdict
 from rlhf_kl.events import worded
 
 # The least beta of a law, over the scores' spread. Below it, and at 0, the law has the KL of this beta.
@@ -79,7 +79,7 @@ class Plant:
 
 
 def simulate_sequence(
-    controller: KLController, kls: Sequence[float], episodes: int, alerts: list[str]
+    controller: Guard, kls: Sequence[float], episodes: int, alerts: list[str]
 ) -> list[SimulatedUpdate]:
     """Update the controller with `kls` (nats, the target's unit), one per update of `episodes` responses.
 
@@ -93,9 +93,7 @@ def simulate_sequence(
     return rows
 
 
-def simulate_plant(
-    controller: KLController, plant: Plant, updates: int = 60, episodes: int = 64
-) -> list[SimulatedUpdate]:
+def simulate_plant(controller: Guard, plant: Plant, updates: int = 60, episodes: int = 64) -> list[SimulatedUpdate]:
     """Close the loop in the trainer's order: measure, update the policy at coef, then update coef."""
     rows = []
     for step in range(1, updates + 1):
@@ -120,12 +118,7 @@ def conclusion(rows: Sequence[SimulatedUpdate], target: float) -> list[str]:
         settled = f"not settled: off by {tail_error(values):.0%} on average in the second half"
     coefs = [rows[0].coef, *(row.coef_next for row in rows)]
     return [
-        f"within {BAND:.0%} of the target in {sum(map(in_range, values))} of {len(rows)} updates",
+        f"within {BAND:.0%} of the target in {sum(map(in_band, values))} of {len(rows)} updates",
         settled,
         f"beta {coefs[0]:.3g} -> {coefs[-1]:.3g}, between {min(coefs):.3g} and {max(coefs):.3g}",
     ]
-
-
-def in_range(ratio: float) -> bool:
-    """Whether a KL over its target is in the band."""
-    return abs(ratio - 1.0) <= BAND

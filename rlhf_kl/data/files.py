@@ -12,17 +12,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.config.paths import DATA_SUFFIXES, GZIP, data_suffix, looks_like_path
 from rlhf_kl.data.chat import is_conversation
 from rlhf_kl.errors import InputError, collected, no_such_file, suggestion
-from rlhf_kl.hub import HubName, first_line, hub_name
+from rlhf_kl.hub import DATA_SUFFIXES, GZIP, HubName, data_suffix, first_line, hub_name, looks_like_path
 from rlhf_kl.text import utf8, whole
 
-Row = dict[str, Any]
 SAVED = ("state.json", "dataset_dict.json")  # of `save_to_disk`: of one data set, and of one with splits
 
 
-def load_rows(ref: str, split: str) -> list[Row]:
+def load_rows(ref: str, split: str) -> list[dict[str, Any]]:
     """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`), or of a folder.
 
     A folder holds data files, or what `save_to_disk` wrote. `split` is written as for the datasets library,
@@ -36,7 +34,7 @@ def is_file_name(ref: str) -> bool:
     return not Path(ref).is_dir() and (Path(ref).is_file() or looks_like_path(ref))
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """All rows of a file as mappings; a .txt file has one row per non-empty line, under `text`.
 
     Errors: InputError with file and line.
@@ -62,7 +60,7 @@ def _content(path: Path) -> bytes:
         raise InputError(f"{path}: cannot be read as gzip: {error}") from error
 
 
-def read_lines(data: bytes, where: str) -> list[Row]:
+def read_lines(data: bytes, where: str) -> list[dict[str, Any]]:
     """The rows of the content of a .txt file. Errors: InputError."""
     return list(_txt(_text(data, where), where))
 
@@ -86,7 +84,7 @@ def checked_text(value: Any, where: str) -> str:
     return value
 
 
-def _jsonl(text: str, where: str) -> Iterator[Row]:
+def _jsonl(text: str, where: str) -> Iterator[dict[str, Any]]:
     if text.lstrip().startswith("["):  # a list, which belongs into a .json file
         yield from _json(text, where)
         return
@@ -102,7 +100,7 @@ def _jsonl(text: str, where: str) -> Iterator[Row]:
             yield _mapping(row, f"{where}, line {number}")
 
 
-def _json(text: str, where: str) -> Iterator[Row]:
+def _json(text: str, where: str) -> Iterator[dict[str, Any]]:
     if not text.strip():
         return
     try:
@@ -132,7 +130,7 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _csv(text: str, where: str) -> Iterator[Row]:
+def _csv(text: str, where: str) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(1 << 30)  # characters in a cell; by default 131,072
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -157,13 +155,13 @@ def _told_apart(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _txt(text: str, _where: str) -> Iterator[Row]:
+def _txt(text: str, _where: str) -> Iterator[dict[str, Any]]:
     for line in text.split("\n"):
         if line.strip():
             yield {"text": line.removesuffix("\r")}
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet  # comes with datasets
 
     try:
@@ -182,7 +180,7 @@ def _parse(text: str, where: str) -> Any:
         raise InputError(f"{where}: is not JSON: {error}") from error
 
 
-def _mapping(row: Any, where: str) -> Row:
+def _mapping(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise InputError(f"{where}: is a {type(row).__name__}, not a mapping of columns")
     try:
@@ -192,7 +190,7 @@ def _mapping(row: Any, where: str) -> Row:
     return row
 
 
-def _read_dataset(ref: str, split: str) -> list[Row]:
+def _read_dataset(ref: str, split: str) -> list[dict[str, Any]]:
     import datasets
 
     folder = Path(ref).is_dir()
@@ -214,7 +212,7 @@ def _is_saved(folder: str) -> bool:
     return any((Path(folder) / file).is_file() for file in SAVED)
 
 
-def _saved_rows(folder: str, split: str) -> list[Row]:
+def _saved_rows(folder: str, split: str) -> list[dict[str, Any]]:
     """The rows of a split that `save_to_disk` wrote; the name of the split is not read where there is only one."""
     import datasets
 

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
-from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.chat import Unusable, is_conversation, plain_text, split_conversation, turns_of
-from rlhf_kl.data.files import Row, checked_text, text_column
+from rlhf_kl.data.files import checked_text, text_column
 from rlhf_kl.errors import InputError
-from rlhf_kl.templates import column, fill, template_fields
+from rlhf_kl.templates import column as value_of
+from rlhf_kl.templates import fill, template_fields
 from rlhf_kl.types import Conversation, Prompt
 
 T = TypeVar("T")
@@ -51,7 +50,7 @@ class Labelled(NamedTuple):
 
 
 def read_texts(
-    rows: Sequence[Row], where: str, column: str, template: str | None = None, key: str = "data.column:"
+    rows: Sequence[dict[str, Any]], where: str, column: str, template: str | None = None, key: str = "data.column:"
 ) -> Read[str]:
     """One text per row: a column, or a template filled from several columns. Null and empty ones are left out.
 
@@ -61,75 +60,91 @@ def read_texts(
     return _read_each(rows, where, lambda row, place: _full(_text(row, name, template, place, key)))
 
 
-def read_prompts(rows: Sequence[Row], where: str, data: PromptsSection) -> Read[PromptRow]:
-    """One prompt per row, with the row for reward functions.
+def read_prompts(
+    rows: Sequence[dict[str, Any]], where: str, *, column: str, template: str | None = None, chat: bool = False
+) -> Read[PromptRow]:
+    """One prompt per row, with the row for reward functions. `chat`: a template may write several turns.
 
     Of a conversation it is the part before the last answer. Left out are null and empty ones, those of several turns
     without a chat template, and those of another shape. Errors: InputError as in `read_texts`.
     """
-    name, key = text_column(where, data.column), "data.column:"
+    name, key = text_column(where, column), "data.column:"
 
-    def read(row: Row, place: str) -> PromptRow:
-        if data.template is None and is_conversation(column(row, name, place, key)):
-            prompt = _writable(split_conversation(row[name])[0], chat=bool(data.chat_template))
+    def read(row: dict[str, Any], place: str) -> PromptRow:
+        if template is None and is_conversation(value_of(row, name, place, key)):
+            prompt = _writable(split_conversation(row[name])[0], chat=chat)
             return PromptRow(_full(plain_text(prompt)), row, turns_of(prompt))
-        return PromptRow(_full(_text(row, name, data.template, place, key)), row)
+        return PromptRow(_full(_text(row, name, template, place, key)), row)
 
     return _read_each(rows, where, read)
 
 
-def read_examples(rows: Sequence[Row], where: str, data: SFTDataSection) -> Read[Example]:
-    """Prompts with their responses.
+def read_examples(
+    rows: Sequence[dict[str, Any]], where: str, *, prompt: str | None, response: str, template: str | None, chat: bool
+) -> Read[Example]:
+    """Prompts with their responses, from the columns `prompt` and `response`; see `_prompt_of`.
 
     Left out are conversations of several turns without a chat template, or without an answer at the end.
     """
 
-    def read(row: Row, place: str) -> Example:
-        before, answer = _turn(row, data.response_column or "", place, "data.response_column:")
-        return Example(_prompt_of(row, data, before, place), answer)
+    def read(row: dict[str, Any], place: str) -> Example:
+        before, answer = _turn(row, response, place, "data.response_column:")
+        return Example(_prompt_of(row, prompt, template, before, place, chat=chat), answer)
 
     return _read_each(rows, where, read)
 
 
-def read_pairs(rows: Sequence[Row], where: str, data: PairsSection) -> Read[Pair]:
-    """Preference pairs.
+def read_pairs(
+    rows: Sequence[dict[str, Any]],
+    where: str,
+    *,
+    prompt: str | None,
+    chosen: str,
+    rejected: str,
+    template: str | None,
+    chat: bool,
+) -> Read[Pair]:
+    """Preference pairs, from the columns `prompt`, `chosen` and `rejected`; see `_prompt_of`.
 
     Left out are pairs of equal responses or of different prompts, and several turns without a chat template.
     Without a prompt column, the common beginning of both responses is the prompt.
     """
 
-    def read(row: Row, place: str) -> Pair:
-        before, good = _turn(row, data.chosen_column, place, "data.chosen_column:")
-        other, bad = _turn(row, data.rejected_column, place, "data.rejected_column:")
+    def read(row: dict[str, Any], place: str) -> Pair:
+        before, good = _turn(row, chosen, place, "data.chosen_column:")
+        other, bad = _turn(row, rejected, place, "data.rejected_column:")
         if before != other:
             raise Unusable("responses to different prompts")
         if good == bad:
             raise Unusable("equal responses")
-        if before is None and data.prompt_column is None and data.template is None:
+        if before is None and prompt is None and template is None:
             same = itertools.takewhile(lambda characters: len(set(characters)) == 1, zip(good, bad, strict=False))
             before = good[: len(list(same))]
             good, bad = good[len(before) :], bad[len(before) :]
-        return Pair(_prompt_of(row, data, before, place), good, bad)
+        return Pair(_prompt_of(row, prompt, template, before, place, chat=chat), good, bad)
 
     return _read_each(rows, where, read)
 
 
-def read_labels(rows: Sequence[Row], where: str, data: PairsSection) -> Read[Labelled]:
-    """Texts with their labels, 0 and 1 or false and true. Errors: InputError for any other label."""
+def read_labels(rows: Sequence[dict[str, Any]], where: str, *, text: str, label: str) -> Read[Labelled]:
+    """Texts with their labels, from the columns `text` and `label`.
 
-    def read(row: Row, place: str) -> Labelled:
-        value = _known(column(row, data.label_column, place, "data.label_column:"))
+    A label is 0 or 1, false or true. Errors: InputError for any other.
+    """
+
+    def read(row: dict[str, Any], place: str) -> Labelled:
+        value = _known(value_of(row, label, place, "data.label_column:"))
         number = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0}.get(str(value).strip())
         if isinstance(value, bool):
             number = float(value)
         if number is None:
-            raise InputError(f"{place}: {data.label_column} is {value!r:.60}, not 0 or 1")
-        return Labelled(_full(_text(row, data.text_column, None, place, "data.text_column:")), number)
+            raise InputError(f"{place}: {label} is {value!r:.60}, not 0 or 1")
+        return Labelled(_full(_text(row, text, None, place, "data.text_column:")), number)
 
     return _read_each(rows, where, read)
 
 
-def _read_each(rows: Sequence[Row], where: str, read: Callable[[Row, str], T]) -> Read[T]:
+def _read_each(rows: Sequence[dict[str, Any]], where: str, read: Callable[[dict[str, Any], str], T]) -> Read[T]:
     """`read(row, place)` of every row that is not Unusable. Errors: InputError if nothing is left."""
     if not rows:
         raise InputError(f"{where}: holds no rows")
@@ -164,15 +179,15 @@ def _full(text: str) -> str:
     return text
 
 
-def _text(row: Row, name: str, template: str | None, place: str, key: str) -> str:
+def _text(row: dict[str, Any], name: str, template: str | None, place: str, key: str) -> str:
     for field in [name] if template is None else template_fields(template):
-        _known(column(row, field, place, key if template is None else ""))
+        _known(value_of(row, field, place, key if template is None else ""))
     return checked_text(row[name] if template is None else fill(template, row, place), f"{place}: {name}")
 
 
-def _turn(row: Row, name: str, place: str, key: str) -> tuple[Prompt | None, str]:
+def _turn(row: dict[str, Any], name: str, place: str, key: str) -> tuple[Prompt | None, str]:
     """(the prompt, the response) of a column. Errors: Unusable for a conversation that does not end with an answer."""
-    value = _known(column(row, name, place, key))
+    value = _known(value_of(row, name, place, key))
     if not is_conversation(value):
         return None, checked_text(value, f"{place}: {name}")
     before, answer = split_conversation(value)
@@ -181,20 +196,25 @@ def _turn(row: Row, name: str, place: str, key: str) -> tuple[Prompt | None, str
     return before, answer
 
 
-def _prompt_of(row: Row, data: SFTDataSection | PairsSection, before: Prompt | None, place: str) -> Prompt:
-    """The prompt of a row's response or responses. before: the prompt in the column of the response."""
-    name, key = data.prompt_column, "data.prompt_column:"
-    if data.template is not None:
-        return _text(row, "", data.template, place, key)
+def _prompt_of(
+    row: dict[str, Any], name: str | None, template: str | None, before: Prompt | None, place: str, *, chat: bool
+) -> Prompt:
+    """The prompt of a row's response or responses: from the template, beside the response, or from the column `name`.
+
+    `before`: the prompt in the column of the response. `chat`: a chat template may write several turns.
+    """
+    key = "data.prompt_column:"
+    if template is not None:
+        return _text(row, "", template, place, key)
     if before is None:
         if name is None:
             raise InputError(f"{place}: has no prompt: name its column, or use conversations")
-        if not is_conversation(column(row, name, place, key)):
+        if not is_conversation(value_of(row, name, place, key)):
             return _text(row, name, None, place, key)
         before, answer = split_conversation(row[name])
         if answer is not None:
             raise Unusable("an answer in the column of the prompt")  # the answer is in another column
-    return _writable(before, chat=data.chat_template)
+    return _writable(before, chat=chat)
 
 
 def _writable(prompt: Prompt | None, *, chat: bool) -> Prompt:

@@ -7,18 +7,17 @@ import logging
 import math
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from statistics import fmean
 from typing import Any
 
 import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from rlhf_kl.control import KLController, as_controller, build_controller
+from rlhf_kl.control import Guard, build_controller
 from rlhf_kl.errors import InputError, blame, suggestion
 from rlhf_kl.events import worded
 from rlhf_kl.ops.kl import k3
-from rlhf_kl.plugins import home_of, is_reference, load_attribute
+from rlhf_kl.plugins import users_code
 
 TESTED = "1.14 to 1.16"
 # What is read of a trainer. All but the first three are private: another version may lack them.
@@ -55,7 +54,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
     def __init__(
         self,
         trainer: Any,
-        controller: KLController | None,
+        controller: Guard | None,
         target: float,
         unit: str,
         log_only: bool,
@@ -86,8 +85,9 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Hold the KL of `trainer`, a GRPOTrainer or RLOOTrainer, at `target` nats per `unit`; watch it if beta is 0.
 
         unit: "token" or "sequence" (the sum over a response, mean over responses).
-        controller: a built-in's name, "module:Class", "file.py:Class", a class, or an object with `coef` and
-            `update(kl, episodes)`. All but an object start at the trainer's beta and take `options`.
+        controller: a built-in's name, "module:Class", "file.py:Class", a class, or an object whose
+            `update(kl, episodes)` changes its `coef` or returns beta. All but an object start at the trainer's beta and
+            take `options`.
         log_only: log the beta that would follow each rollout, without changing the trainer's.
         stop_at: end the training after a rollout with a KL above it, in nats per `unit`.
         ref_model: with beta 0, a model of the same shape whose weights are the reference's.
@@ -180,7 +180,7 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.controller:
             self._move(self.controller, kl, kls[-1])
 
-    def _move(self, controller: KLController, kl: float, last: float) -> None:
+    def _move(self, controller: Guard, kl: float, last: float) -> None:
         beta = self.trainer.beta
         if self.log_only:  # each proposal starts from the beta that was used
             controller.restore(controller.save() | {"beta": beta})
@@ -211,24 +211,19 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.warned.add(name)
 
 
-def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float) -> KLController:
+def _build(controller: Any, options: dict[str, Any], trainer: Any, target: float) -> Guard:
     """The controller. Raises InputError."""
-    args = trainer.args
+    args, beta = trainer.args, float(trainer.beta)
+    if not isinstance(controller, str | type):
+        if options:
+            raise InputError(f"options ({', '.join(options)}) go to a controller's name or class, not to an object")
+        with users_code("controller:"):
+            return Guard(controller, start=beta)
     steps = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps  # of a rollout
-    try:
-        if not isinstance(controller, str | type):
-            if options:
-                raise ValueError(f"options ({', '.join(options)}) go to a controller's name or class, not to an object")
-            return as_controller(controller)
-        if isinstance(controller, str) and is_reference(controller):
-            controller = load_attribute(controller)
-        batch_size = args.generation_batch_size
-        total = int(args.max_steps / steps * batch_size) if args.max_steps > 0 else None
-        sizes = {"target": target, "coef": float(trainer.beta), "total_episodes": total, "batch_size": batch_size}
-        with home_of(controller).entered() if isinstance(controller, type) else nullcontext():
-            return build_controller(controller, options, **sizes)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"controller: {error}") from None
+    batch_size = args.generation_batch_size
+    total = int(args.max_steps / steps * batch_size) if args.max_steps > 0 else None
+    sizes = {"target": target, "coef": beta, "total_episodes": total, "batch_size": batch_size}
+    return build_controller(controller, options, where="controller", **sizes)
 
 
 class RolloutKL:

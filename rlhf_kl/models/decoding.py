@@ -17,14 +17,12 @@ from rlhf_kl.ops.head import Head, in_chunks
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
 from rlhf_kl.ops.packing import SharedPrompts
 from rlhf_kl.types import Sampled, Sampling
-from rlhf_kl.ui import log
 
 STOP_TEST_EVERY = {"cpu": 1, "cuda": 8}  # steps; reading the finished rows from a GPU makes it wait
 # Share of unfinished rows below which the finished ones are removed from the batch; a GPU captures its step again then.
 COMPACT_BELOW = {"cpu": 0.8, "cuda": 0.5}
 GROWTH = 128  # tokens of space that a cache gets at a time
 ALIGNED = 8  # keys, as the kernels of attention take a mask
-STARTED_BY_PYTHON: set[type] = set()  # kinds of models whose steps cannot be CUDA graphs
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -60,8 +58,8 @@ def decode(
     drawn: list[tuple[Tensor, Tensor, Tensor]] = []  # a step each: rows (b,) in the batch, tokens, log-probs
     states: list[Tensor] = []  # a step each: (b, H)
 
-    def pick(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        return pick_tokens(logits, uniform, sampling.temperature)
+    def pick(hidden: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        return pick_tokens(head.logits(hidden), uniform, sampling.temperature)
 
     # Of the rows that are still in the batch:
     rows = tokens = torch.arange(len(mask), device=device)
@@ -179,10 +177,7 @@ class FixedSteps(Steps):
             except RuntimeError as error:  # a model that waits for the GPU
                 if memory_is_full(error):
                     raise
-                STARTED_BY_PYTHON.add(type(self.model.base))
-                log.info(
-                    f"steps of sampling are started from Python, since no CUDA graph holds them: {first_line(error)}"
-                )
+                self.model.give_up_graphs(first_line(error))
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
@@ -206,7 +201,7 @@ def side_stream() -> torch.cuda.Stream:
 
 def takes_fixed_shapes(model: Any, cache: Any) -> bool:
     """Whether the steps of a model may be `FixedSteps`: on a GPU, if all its layers attend to all tokens."""
-    if model.device.type != "cuda" or not model.ready_masks or type(model.base) in STARTED_BY_PYTHON:
+    if model.device.type != "cuda" or not model.ready_masks or not model.graphs:
         return False
     return all(type(layer) is ReservedLayer for layer in cache.layers)
 

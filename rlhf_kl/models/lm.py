@@ -32,9 +32,9 @@ from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
 from rlhf_kl.types import Sampled, Sampling
+from rlhf_kl.ui import log
 
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
-READY_MASKS: set[type] = set()  # kinds of models whose steps take a mask of four dimensions
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -44,6 +44,8 @@ class Trunk(nn.Module):
 
     Rows begin at column 0. Attention is causal, so padding after a row's last token needs no mask.
     """
+
+    graphs = True  # whether its steps may be CUDA graphs: so until one cannot be captured
 
     def __init__(
         self, model: Any, dtype: torch.dtype = torch.float32, active: Context = contextlib.nullcontext
@@ -132,8 +134,16 @@ class Trunk(nn.Module):
 
     @property
     def ready_masks(self) -> bool:
-        """Whether a step takes its mask in the form that transformers need not look through; see `check_head`."""
-        return type(self.base) in READY_MASKS and attends_to_everything(self.base.config)
+        """Whether a step takes its mask in four dimensions, which transformers need not look through.
+
+        `models.pretrained` tries a model that it loads, and notes the result on it; copies have it too.
+        """
+        return getattr(self.base, "ready_masks", False)
+
+    def give_up_graphs(self, reason: str) -> None:
+        """Start each kernel of a step from Python from now on."""
+        self.graphs = False
+        log.info(f"steps of sampling are started from Python, since no CUDA graph holds them: {reason}")
 
 
 def cache_name(model: nn.Module) -> str:
@@ -195,18 +205,14 @@ def check_head(model: Any) -> None:
 
     Errors: InputError if they differ, since every figure would be wrong, or if there is no cache to sample with.
     """
-    lm, device = LM(model), next(model.parameters()).device
-    size = model.config.get_text_config().vocab_size
-    ids = torch.randint(size, (2, 6), generator=torch.Generator().manual_seed(0)).to(device)
+    lm, ids = LM(model), trial_ids(model)
     whole = torch.ones_like(ids, dtype=torch.bool)
-    states = torch.arange(12, device=device)
+    states = torch.arange(12, device=ids.device)
     try:
         ours = lm.head().logits(lm(Packed(ids, states, states, states)))
         cache, positions = None, position_ids(whole)
         for start, end in itertools.pairwise((0, 3, 4, 5, 6)):
             last, cache = lm.step(ids[:, start:end], whole[:, :end], positions[:, start:end], cache)
-        if takes_ready_masks(lm, ids):
-            READY_MASKS.add(type(model))
     except (AttributeError, TypeError) as error:
         raise InputError(f"a {type(model).__name__} cannot be read state by state: {error}") from error
     own = model(input_ids=ids, attention_mask=whole, use_cache=False).logits.float()
@@ -225,8 +231,18 @@ def check_head(model: Any) -> None:
         )
 
 
-def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
-    """Whether a step is right with a mask of four dimensions."""
+def trial_ids(model: Any) -> Tensor:
+    """Two rows of six tokens, (2, 6), to try a model on."""
+    size = model.config.get_text_config().vocab_size
+    return torch.randint(size, (2, 6), generator=torch.Generator().manual_seed(0)).to(next(model.parameters()).device)
+
+
+@torch.no_grad()
+def takes_ready_masks(model: Any) -> bool:
+    """Whether a step of a checked model is right with a mask of four dimensions."""
+    if not attends_to_everything(model.config):
+        return False
+    lm, ids = LM(model), trial_ids(model)
     mask = torch.ones_like(ids, dtype=torch.bool)
     for padding in (0, 2):
         mask[0, :padding] = False
@@ -237,9 +253,9 @@ def takes_ready_masks(lm: LM, ids: Tensor) -> bool:
             found, _ = lm.step(last[0], mask[:, None, None], last[1], short)
             if not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
                 return False
-        except (ValueError, RuntimeError, IndexError):
+        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):
             return False
-    return attends_to_everything(lm.base.config)
+    return True
 
 
 def enable_recompute(model: Any) -> None:

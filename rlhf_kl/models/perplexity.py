@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.pretrained import check_tokens, context_length
 from rlhf_kl.models.tokens import encode_all, first_token_bytes
@@ -80,8 +79,8 @@ def text_sums(
     total = 0.0
     groups = group_lengths(
         [len(window) for _, window, _ in pieces],
-        most_rows=sized(rows),
-        most_tokens=sized(MOST_TOKENS),
+        most_rows=rows,
+        most_tokens=MOST_TOKENS,
         overhead=pass_overhead(lm.device),
     )
     for group in groups:

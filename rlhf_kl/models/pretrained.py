@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import first_line, model_on_hub
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.models.lm import check_head
+from rlhf_kl.models.lm import check_head, takes_ready_masks
 from rlhf_kl.shell import shell_command
 from rlhf_kl.types import Sampling
 
@@ -186,6 +186,7 @@ def load_causal_lm(ref: str, access: Access = SAFE) -> Model:
     model = _load(AutoModelForCausalLM, ref, access)
     with blame(ref), read_as_float32(model):
         check_head(model)
+        model.ready_masks = takes_ready_masks(model)
     return model
 
 

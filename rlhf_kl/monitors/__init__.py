@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_kl.control.held import near_target
+from rlhf_kl.control.verdict import near_target
 from rlhf_kl.events import Event, GoldFailed, RolledBack, in_order, worded
 from rlhf_kl.monitors.alarms import ALARMS, EQUAL, Action, Alarm, Figures, advice, equal_scores
-from rlhf_kl.monitors.history import History
+from rlhf_kl.monitors.facts import History
 from rlhf_kl.text import read_number
 
 

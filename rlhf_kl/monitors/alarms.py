@@ -1,5 +1,6 @@
 """The alarms of a run in one table: what is measured, when an alarm begins and ends, its words, and what then happens.
 
+What a part of a run reports when it happens has its words in `events.py`; what `doctor` judges, in `readiness.py`.
 To add an alarm, add a line to `ALARMS` and to the page `GUIDE`, and a measurement where there is none yet.
 """
 
@@ -12,8 +13,8 @@ from statistics import fmean, median, stdev
 from typing import Any, Literal
 
 from rlhf_kl.control.tilt import least_kl
-from rlhf_kl.events import GUIDE, UpdateSkipped, WeightsLost
-from rlhf_kl.monitors.history import SAMPLED, START, GapSum, History, noise, rises, still_rises, thirds, trend
+from rlhf_kl.events import UpdateSkipped, WeightsLost, alert
+from rlhf_kl.monitors.facts import SAMPLED, START, GapSum, History, noise, rises, still_rises, thirds, trend
 from rlhf_kl.text import read_number
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
@@ -53,7 +54,7 @@ class Alarm:
     def words(self, figures: Figures) -> str:
         """The text with its figures; an alert with its name and the page of the guide that lists it."""
         text = self.text.format_map(figures)
-        return f"{self.name}: {text} (rlhf-kl guide {GUIDE})" if self.action == "warn" else text
+        return alert(self.name, text) if self.action == "warn" else text
 
 
 def advice(m: History) -> dict[str, Any]:

@@ -44,25 +44,28 @@ class Head(NamedTuple):
 def in_chunks(
     function: Callable[..., tuple[Tensor, ...]], head: Head, hidden: Tensor, *columns: Tensor
 ) -> tuple[Tensor, ...]:
-    """`function(logits (n, V), *columns (n, ...))` for every chunk of the N tokens; its results joined: (N,) each."""
+    """`function(hidden (n, H), *columns (n, ...))` for every chunk of the N tokens; its results joined: (N,) each.
 
-    def piece(hidden: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
-        return function(head.logits(hidden), *columns)
-
+    A chunk has as many tokens as there may be logits of `head`.
+    """
     size = head.chunk(hidden.device, grows=torch.is_grad_enabled())
     if len(hidden) <= size:
-        return piece(hidden, *columns)
+        return function(hidden, *columns)
     pieces = zip(*(x.split(size) for x in (hidden, *columns)), strict=True)
     if torch.is_grad_enabled():
-        parts = [checkpoint(piece, *rows, use_reentrant=False, preserve_rng_state=False) for rows in pieces]
+        parts = [checkpoint(function, *rows, use_reentrant=False, preserve_rng_state=False) for rows in pieces]
     else:
-        parts = [piece(*rows) for rows in pieces]
+        parts = [function(*rows) for rows in pieces]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def token_logprobs(hidden: Tensor, head: Head, ids: Tensor, temperature: float = 1.0) -> Tensor:
     """log pi(id) (N,) at hidden states (N, H), sampling temperature included, with gradients."""
-    return in_chunks(lambda logits, ids: (chosen_logprobs(logits, ids, temperature),), head, hidden, ids)[0]
+
+    def chosen(hidden: Tensor, ids: Tensor) -> tuple[Tensor]:
+        return (chosen_logprobs(head.logits(hidden), ids, temperature),)
+
+    return in_chunks(chosen, head, hidden, ids)[0]
 
 
 def token_kl(
@@ -70,7 +73,8 @@ def token_kl(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and the exact KL to the reference (N,) in nats; `ref` (N, H): its hidden states there."""
 
-    def both(logits: Tensor, ids: Tensor, ref: Tensor) -> tuple[Tensor, ...]:
+    def both(hidden: Tensor, ids: Tensor, ref: Tensor) -> tuple[Tensor, ...]:
+        logits = head.logits(hidden)
         with torch.no_grad():
             ref_logits = ref_head.logits(ref)
         return logprobs_and_kl(logits, ref_logits, ids, temperature)
@@ -83,7 +87,7 @@ def token_kl(
 def token_stats(hidden: Tensor, head: Head, ids: Tensor, ref: Tensor, ref_head: Head, temperature: float) -> TokenStats:
     """What `compare_distributions` tells of N tokens, without gradients."""
 
-    def compare(logits: Tensor, ids: Tensor, ref: Tensor) -> TokenStats:
-        return compare_distributions(logits, ref_head.logits(ref), ids, temperature)
+    def compare(hidden: Tensor, ids: Tensor, ref: Tensor) -> TokenStats:
+        return compare_distributions(head.logits(hidden), ref_head.logits(ref), ids, temperature)
 
     return TokenStats(*in_chunks(compare, head, hidden, ids, ref))

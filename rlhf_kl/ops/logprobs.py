@@ -91,7 +91,8 @@ class _LogprobsAndKL(torch.autograd.Function):
         ctx.temperature = temperature
         logprobs, kl = logits.new_empty(2, len(ids), dtype=torch.float32)
         for rows in _chunks(logits):
-            logp, ref_logp = _chunk(logits, ref_logits, rows, temperature)
+            logp = torch.log_softmax(_scaled(logits[rows], temperature), -1)
+            ref_logp = torch.log_softmax(_scaled(ref_logits[rows], temperature), -1)
             logprobs[rows] = logp.gather(-1, ids[rows].unsqueeze(-1))[:, 0]
             kl[rows] = _weighted(logp.exp(), logp - ref_logp, logp)[0].clamp_min(0.0)
         return logprobs, kl
@@ -104,7 +105,8 @@ class _LogprobsAndKL(torch.autograd.Function):
         grads = [torch.empty_like(x) if want else None for x, want in zip((logits, ref_logits), wanted, strict=False)]
         grad, kl_grad = ((x / ctx.temperature).unsqueeze(-1) for x in (grad, kl_grad))
         for rows in _chunks(logits):
-            logp, ref_logp = _chunk(logits, ref_logits, rows, ctx.temperature)
+            logp = torch.log_softmax(_scaled(logits[rows], ctx.temperature), -1)
+            ref_logp = torch.log_softmax(_scaled(ref_logits[rows], ctx.temperature), -1)
             p = logp.exp()
             weight = kl_grad[rows]
             if grads[1] is not None:
@@ -122,12 +124,6 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     elements = CHUNK_ELEMENTS * (1 if logits.device.type == "cpu" else DEVICE_CHUNKS)
     rows = max(1, elements // logits.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(logits), rows))
-
-
-def _chunk(logits: Tensor, ref_logits: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of some rows under both, in float32."""
-    logp, ref_logp = (torch.log_softmax(_scaled(x[rows], temperature), -1) for x in (logits, ref_logits))
-    return logp, ref_logp
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -162,7 +158,8 @@ def compare_distributions(logits: Tensor, ref_logits: Tensor, ids: Tensor, tempe
     flat_ids = ids.reshape(-1, 1)
     parts = []
     for rows in _chunks(flat):
-        logp, ref_logp = _chunk(flat, ref_flat, rows, temperature)
+        logp = torch.log_softmax(_scaled(flat[rows], temperature), -1)
+        ref_logp = torch.log_softmax(_scaled(ref_flat[rows], temperature), -1)
         p = logp.exp()
         chosen = flat_ids[rows]
         kl, k1_variance = _moments(p, logp - ref_logp, logp)

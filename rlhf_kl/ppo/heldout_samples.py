@@ -20,9 +20,9 @@ from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.ppo.rollout import measure, response_layout, sample
 from rlhf_kl.ppo.states import ReferenceStates
-from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
+from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
+from rlhf_kl.types import GOLD, REWARD, Prompts, Responses, Sampled, Sampling
 
 ROWS = 32
 SHOWN = 2  # held-out prompts whose responses people read

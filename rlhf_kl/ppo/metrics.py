@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.kl import k1, k2, k3
 from rlhf_kl.ops.masked import float64, mean_of_groups
 from rlhf_kl.ppo.objectives import MOST_WEIGHT, importance
+from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.step import Update
-from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, mean_score
-from rlhf_kl.types import RolloutBatch
+from rlhf_kl.rewards.scorer import mean_score
+from rlhf_kl.types import GOLD, REWARD, TERM, RolloutBatch
 
 DECILES = torch.linspace(0, 1, 11, dtype=torch.float64)  # and the ends
 
 
-def update_row(update: Update, config: TrainConfig) -> dict[str, Any]:
+def update_row(update: Update, ppo: PPOSettings) -> dict[str, Any]:
     """The row of an update; figures of what was not done are NaN."""
     move, steps, taken = update.move, update.steps, update.taken
     value_loss = update.mean("value") if update.critic_loss is None else update.critic_loss
     return {
-        **rollout_metrics(update.rollout, update.coef, config),
+        **rollout_metrics(update.rollout, update.coef, ppo),
         "policy/loss": update.mean("policy"),
         "policy/approx_kl": update.mean("approx_kl"),
         "policy/clip_fraction": update.mean("clipped"),
         "policy/logratio_first_max": steps[0].loss.max_logratio if steps else math.nan,
         "policy/grad_norm": sum(step.norm for step in taken) / len(taken) if taken else math.nan,
         "policy/learning_rate": update.learning_rate,
-        "policy/epochs": len(steps) * config.minibatch_size / config.rollout.batch_size,
-        "value/loss": value_loss if config.critic else math.nan,
+        "policy/epochs": len(steps) * ppo.minibatch_size / ppo.batch_size,
+        "value/loss": value_loss if ppo.critic else math.nan,
         "value/explained_variance": update.explained_variance,
         "kl/coef": update.coef,
         "kl/coef_next": update.coef_next,
-        "kl/ceiling": config.kl.ceiling_value,
+        "kl/ceiling": ppo.ceiling,
         "kl/backtrack_factor": move.factor,
         "kl/scale": move.scale,
         "kl/after_update": move.kl_after,
@@ -57,12 +57,12 @@ def sampling_gap(gap: Tensor, variance: Tensor, mask: Tensor) -> tuple[float, fl
     return float(gaps.mean()), float(spread.sqrt()) / len(gaps)
 
 
-def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> dict[str, Any]:
+def rollout_metrics(batch: RolloutBatch, coef: float, ppo: PPOSettings) -> dict[str, Any]:
     """Objective, KL and rollout keys of the row; KL in nats."""
     mask, lengths = batch.mask, batch.lengths
-    target, unit = config.kl.target_value, config.kl.unit
+    target, unit = ppo.target, ppo.unit
     sequence_kl = torch.where(mask, batch.exact_kl, 0.0).sum(1)
-    group = config.rollout.samples_per_prompt
+    group = ppo.group
     several = len(mask) > 1  # one draw has no standard error
     token, sequence = batch.kl("token"), batch.kl("sequence")
     penalty = coef * sequence.mean
@@ -72,20 +72,8 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
     chosen = batch.exact_kl[mask]
     k1_gap, k1_gap_se = sampling_gap(log_ratio - batch.exact_kl, batch.k1_variance, mask)
     logprob_gap, logprob_gap_se = sampling_gap(logprobs + batch.entropy, batch.logprob_variance, mask)
-    scored = batch.scored
-    raw = batch.scores[REWARD]
-    scores, shaped = raw[scored], batch.shaped_scores[scored]
-    score = mean_of_groups(float64(torch.where(scored, raw, 0.0)), float64(scored), batch.group)
-    scores_shaped = float(shaped.mean())  # nan if none is scored
     return {
-        "objective/scores": float(scores.mean()),
-        "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
-        "objective/scores_stderr": score.stderr if len(scores) > 1 else None,
-        "objective/scores_deciles": scores.double().quantile(DECILES).tolist() if len(scores) else None,
-        "objective/scores_shaped": scores_shaped,
-        "objective/rlhf_reward": scores_shaped - penalty,
-        "objective/kl_share": penalty / (penalty + abs(scores_shaped)) if penalty > 0 else 0.0,
-        "objective/gold": None if batch.failures else mean_score(batch.scores.get(GOLD)),
+        **objective_metrics(batch, penalty),
         "kl/token": token.mean,
         "kl/token_stderr": token.stderr if several else None,
         "kl/sequence": sequence.mean,
@@ -105,14 +93,32 @@ def rollout_metrics(batch: RolloutBatch, coef: float, config: TrainConfig) -> di
         "policy/entropy": batch.mean(batch.entropy).mean,
         "policy/logprob_gap": logprob_gap,
         "policy/logprob_gap_stderr": logprob_gap_se,
-        **(engine_figures(batch) if config.rollout.engine else {}),
+        **(engine_figures(batch) if ppo.engine else {}),
         "rollout/tokens": int(mask.sum()),
         "rollout/response_length": float(lengths.double().mean()),
         "rollout/eos_rate": float(batch.ended.double().mean()),
-        "rollout/score_length_corr": _correlation(scores, lengths[scored]) if len(scores) else None,
-        "rollout/unscored": int((~scored).sum()),
         "rollout/equal_groups": _equal_groups(batch, group),
         "rollout/distinct_responses": _distinct(batch.prompts, batch.responses, group),
+    }
+
+
+def objective_metrics(batch: RolloutBatch, penalty: float) -> dict[str, Any]:
+    """The keys of scores and what they are made of. `penalty`: mean of coef times the KL of a sequence."""
+    scored, raw = batch.scored, batch.scores[REWARD]
+    scores, shaped = raw[scored], batch.shaped_scores[scored]
+    score = mean_of_groups(float64(torch.where(scored, raw, 0.0)), float64(scored), batch.group)
+    scores_shaped = float(shaped.mean())  # nan if none is scored
+    return {
+        "objective/scores": float(scores.mean()),
+        "objective/scores_std": float(scores.std(correction=0)) if len(scores) else math.nan,
+        "objective/scores_stderr": score.stderr if len(scores) > 1 else None,
+        "objective/scores_deciles": scores.double().quantile(DECILES).tolist() if len(scores) else None,
+        "objective/scores_shaped": scores_shaped,
+        "objective/rlhf_reward": scores_shaped - penalty,
+        "objective/kl_share": penalty / (penalty + abs(scores_shaped)) if penalty > 0 else 0.0,
+        "objective/gold": None if batch.failures else mean_score(batch.scores.get(GOLD)),
+        "rollout/score_length_corr": _correlation(scores, batch.lengths[scored]) if len(scores) else None,
+        "rollout/unscored": int((~scored).sum()),
         **{
             f"reward/{name.removeprefix(TERM)}": float(part.nanmean())
             for name, part in batch.scores.items()

@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.control import KLController
+from rlhf_kl.control import Guard
 from rlhf_kl.control.base import clip
 from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged, NoProgress
 from rlhf_kl.ops.masked import Mean, float64
@@ -175,17 +174,19 @@ class PacedRate:
 class LearningRate:
     """The rate of each update: the peak times the schedule, and times the adaptive factor if there is one."""
 
-    def __init__(self, config: TrainConfig, peak: float, controller: KLController) -> None:
-        """`controller`: of the KL; a constant beta leaves the rate to its schedule."""
-        self.config, self.peak, self.controller = config, peak, controller
+    def __init__(
+        self, controller: Guard, peak: float, schedule: str, target: float, updates: int, first: int = 1
+    ) -> None:
+        """`controller`: of the KL; a constant beta leaves the rate to its schedule. The others: as of `PacedRate`."""
+        self.controller, self.peak, self.schedule, self.updates = controller, peak, schedule, updates
         self.last: float | None = None  # the rate of the update before
         self.adaptive: PacedRate | None = None
-        if config.ppo.lr_schedule == "adaptive" and controller.adjusts:
-            self.adaptive = PacedRate(config.kl.target_value, config.updates, config.ppo.value_warmup + 1)
+        if schedule == "adaptive" and controller.adjusts:
+            self.adaptive = PacedRate(target, updates, first)
 
     def __call__(self, step: int) -> float:
         """The rate of update `step` (from 1)."""
-        factor = lr_factor(self.config.ppo.lr_schedule, (step - 1) / self.config.updates)
+        factor = lr_factor(self.schedule, (step - 1) / self.updates)
         return self.peak * factor * (1.0 if self.adaptive is None else self.adaptive.factor)
 
     def choose(self, step: int, kl: float, *, progress: bool) -> list[Event]:

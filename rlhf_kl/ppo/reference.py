@@ -28,10 +28,10 @@ from rlhf_kl.events import Event, ScoresClipped
 from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.masked import float64
 from rlhf_kl.ppo.rollout import sample
-from rlhf_kl.rewards.scorer import GOLD, REWARD, Scorers
-from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
+from rlhf_kl.rewards.scorer import Scorers
+from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import shuffled, uniforms
-from rlhf_kl.types import Responses, Sampled, Sampling
+from rlhf_kl.types import GOLD, REWARD, Responses, Sampled, Sampling
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
@@ -193,7 +193,8 @@ class ReferenceSamples:
     """Responses of the reference, and their scores."""
 
     scores: Tensor  # (N,) raw
-    traits: ResponseTraits
+    lengths: Tensor  # (N,) tokens, EOS included
+    penalties: dict[str, Tensor]  # (N,) by name
     groups: list[int]  # the prompt of each
     gold: Tensor  # (N,), NaN = none
     failures: list[str]  # of the gold scorer
@@ -208,7 +209,8 @@ class ReferenceSamples:
         """The samples of several parts."""
         return cls(
             torch.cat([part.scores for part in parts]),
-            ResponseTraits(*(torch.cat(column) for column in zip(*(part.traits for part in parts), strict=True))),
+            torch.cat([part.lengths for part in parts]),
+            {name: torch.cat([part.penalties[name] for part in parts]) for name in parts[0].penalties},
             [group for part in parts for group in part.groups],
             torch.cat([part.gold for part in parts]),
             [failure for part in parts for failure in part.failures],
@@ -220,13 +222,13 @@ class ReferenceSamples:
         Errors: InputError if all are clipped, or equal where they have to be normalised.
         """
         fitted = shaping.fit(self.scores, normalize=normalize)
-        shaped: Tensor = fitted(self.scores, self.traits)
+        shaped: Tensor = fitted(self.scores, self.penalties)
         if fitted.clip is not None and bool(shaped.max() == shaped.min()) and self.spread:
             raise InputError(
                 f"reward: clipped at {fitted.clip:g}, all {len(shaped)} reference samples have the score "
                 f"{float(shaped[0]):g}: set reward.normalize=true, or a larger reward.clip"
             )
-        length = float(float64(self.traits.lengths).mean())
+        length = float(float64(self.lengths).mean())
         clipped = fitted.clipped(self.scores)
         gold = None if bool(self.gold.isnan().any()) else self.gold.tolist()
         return ReferenceScores(shaped.tolist(), self.groups, length, gold, clipped), fitted
@@ -277,13 +279,14 @@ def reference_responses(
 
 
 def score_samples(
-    batches: Iterator[tuple[Responses, Sampled]], groups: list[int], scorers: Scorers
+    batches: Iterator[tuple[Responses, Sampled]], groups: list[int], scorers: Scorers, shaping: ScoreShaping
 ) -> ReferenceSamples:
     """Score the reference's responses; responses without a score are left out.
 
-    So are all gold scores, if one is missing. Errors: InputError from a reward, or for a score that is not finite.
+    So are all gold scores, if one is missing. `shaping`: of the penalties. Errors: InputError from a reward, or for a
+    score that is not finite.
     """
-    scores, gold, traits, failures = [], [], [], []
+    scores, gold, lengths, penalties, failures = [], [], [], [], []
     for responses, sampled in batches:
         values, failed = scorers(responses)
         texts = responses.texts
@@ -291,7 +294,8 @@ def score_samples(
             raise InputError(f"reward: the score of {texts[int(infinite.nonzero()[0])][:60]!r} is not a finite number")
         scores.append(values[REWARD])
         gold.append(values.get(GOLD, torch.full((len(texts),), math.nan)))
-        traits.append(response_traits(responses.ids, sampled.ended))
+        lengths.append(torch.tensor(list(map(len, responses.ids))))
+        penalties.append(shaping.penalties(responses.ids, sampled.ended))
         if failed:
             scorers, failures = scorers.trained, failed
         elif GOLD in values and bool(values[GOLD].isnan().any()):
@@ -300,7 +304,8 @@ def score_samples(
     known = ~raw.isnan()
     return ReferenceSamples(
         raw[known],
-        ResponseTraits(*(torch.cat(column)[known] for column in zip(*traits, strict=True))),
+        torch.cat(lengths)[known],
+        {name: torch.cat([each[name] for each in penalties])[known] for name in penalties[0]},
         [groups[i] for i in known.nonzero().flatten().tolist()],
         golds[known],
         failures,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_kl.clock import Clock
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import UpdateSkipped
-from rlhf_kl.memory import sized
+from rlhf_kl.memory import SMALLER_ROLLOUT, memory_for
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.tokens import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
@@ -20,12 +21,10 @@ from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.states import PASS_ROWS, PASS_TOKENS, ReferenceStates, StateFeatures
-from rlhf_kl.rewards.scorer import REWARD, Scorers
-from rlhf_kl.rewards.shaping import ScoreShaping, response_traits
-from rlhf_kl.run.log import Clock
+from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.sharding import unsharded
-from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled, Sampling
+from rlhf_kl.types import REWARD, Prompts, Responses, RolloutBatch, Sampled, Sampling, Score
 
 
 class Sampler(Protocol):
@@ -39,16 +38,9 @@ def sample(
     policy: Sampler, prompts: Prompts, noise: Tensor, sampling: Sampling, tokenizer: Any
 ) -> tuple[Responses, Sampled]:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
-    sampled = draw(policy, prompts.ids, noise, sampling)
+    sampled = policy.sample(prompts.ids, noise, sampling)
     ids = sampled.rows()
     return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids), sampled
-
-
-def draw(policy: Sampler, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
-    """The tokens of one response to each prompt, given as tokens; in several passes where memory is short."""
-    size = sized(len(prompts))
-    places = [slice(start, start + size) for start in range(0, len(prompts), size)]
-    return Sampled.concat([policy.sample(prompts[at], noise[at], sampling) for at in places], sampling.pad_id)
 
 
 def rows_at_once(batch: int, prompts: Prompts, sampling: Sampling) -> int:
@@ -60,6 +52,18 @@ def rows_at_once(batch: int, prompts: Prompts, sampling: Sampling) -> int:
     return max(1, batch, min(PASS_ROWS, PASS_TOKENS["cpu"] // longest))
 
 
+@dataclass(kw_only=True)
+class RolloutParts:
+    """What all rollouts of a run are made with, beside the models that they compare."""
+
+    tokenizer: Any
+    scorers: Score
+    prompts: PromptStream
+    sampling: Sampling
+    engine: Sampler | None = None  # draws the responses, in place of the policy itself
+    sharded: list[nn.Module] = field(default_factory=list)  # models that sampling and scoring need whole
+
+
 class Rollouts:
     """Step -> the batch of all ranks: y ~ pi(.|x), then scores, log-probs under policy and reference, and values.
 
@@ -68,36 +72,23 @@ class Rollouts:
 
     def __init__(
         self,
+        parts: RolloutParts,
         model: ActorCritic,
         reference: ReferenceStates,
-        scorers: Scorers,
         shaping: ScoreShaping,
-        prompts: PromptStream,
-        sampling: Sampling,
-        tokenizer: Any,
-        *,
-        sampler: Sampler | None = None,
         features: StateFeatures | None = None,
         ranks: Ranks | None = None,
-        sharded: Sequence[nn.Module] = (),
         clock: Clock | None = None,
     ) -> None:
-        """`sampler`: else the policy itself; `features`: of the critic, if it has some.
-
-        `sharded`: models that sampling and scoring need whole.
-        """
-        self.model, self.reference, self.features = model, reference, features
-        self.sampler = sampler or model.policy
-        self.scorers, self.shaping = scorers, shaping
-        self.prompts, self.sampling, self.tokenizer = prompts, sampling, tokenizer
-        self.ranks = ranks or Ranks()
-        self.sharded = sharded
-        self.clock = clock or Clock()
+        """`features`: of the critic, if it has some."""
+        self.parts, self.model, self.reference = parts, model, reference
+        self.shaping, self.features = shaping, features
+        self.ranks, self.clock = ranks or Ranks(), clock or Clock()
 
     def __call__(self, step: int) -> RolloutBatch:
         """The rollout of update `step` (from 1). Errors: InputError from a reward function."""
         ranks, timed = self.ranks, self.clock.timed
-        with unsharded(*self.sharded):
+        with memory_for("a rollout does not fit", SMALLER_ROLLOUT), unsharded(*self.parts.sharded):
             sampled = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
             part = ranks.run(lambda: timed("time/score_s")(self.assess)(*sampled), scores=True)
         # From here on there is one batch, the same in every process.
@@ -106,22 +97,23 @@ class Rollouts:
 
     def sample(self, step: int) -> tuple[Responses, Sampled]:
         """This rank's responses of update `step`."""
-        prompts, limit = self.prompts, self.sampling.max_new_tokens
+        parts = self.parts
+        prompts, limit = parts.prompts, parts.sampling.max_new_tokens
         rows = self.ranks.mine(range(prompts.batch_size))
         noise = uniforms(prompts.batch_size, limit, prompts.seed, "rollout", step)[rows.start : rows.stop]
         batch = prompts.batch(step, rows.start, len(rows))
-        return sample(self.sampler, batch, noise, self.sampling, self.tokenizer)
+        return sample(parts.engine or self.model.policy, batch, noise, parts.sampling, parts.tokenizer)
 
     def assess(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
         """Score these responses, and compare policy and reference at their tokens."""
         prompts, device = responses.prompts, sampled.ids.device
-        scores, failures = self.scorers(responses)
+        scores, failures = self.parts.scorers(responses)
         raw = scores[REWARD]
-        traits = response_traits(responses.ids, sampled.ended)
-        shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, traits))
+        penalties = self.shaping.penalties(responses.ids, sampled.ended)
+        shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, penalties))
         layout = response_layout(prompts.ids, sampled)
         prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
-        temperature = self.sampling.temperature
+        temperature = self.parts.sampling.temperature
         stats, values = measure(self.model, self.reference, layout, temperature, self.features, sampled.states)
         return RolloutBatch(
             prompt_ids=prompt_ids.to(device),
@@ -138,8 +130,8 @@ class Rollouts:
             responses=responses.texts,
             rows=prompts.rows,
             failures=failures,
-            penalties=self.shaping.penalties(traits),
-            group=self.prompts.samples,
+            penalties=penalties,
+            group=self.parts.prompts.samples,
             device=device,
         )
 

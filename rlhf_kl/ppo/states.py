@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from rlhf_kl.memory import sized
-from rlhf_kl.models.lm import LM
+from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.head import Head
 from rlhf_kl.ops.packing import Layout, Packed
-from rlhf_kl.rewards.model import RewardModel
 
 PASS_ROWS = 64  # in one pass without gradients
 PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
@@ -34,9 +33,9 @@ class ReferenceStates:
 
     def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
         """Rows of a batch (default: all) in passes without gradients."""
-        tokens = sized(PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"]))
+        tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
         chosen = range(len(layout.lengths)) if rows is None else rows
-        return layout.passes(chosen, most_rows=sized(PASS_ROWS), most_tokens=tokens, share=self.share)
+        return layout.passes(chosen, most_rows=PASS_ROWS, most_tokens=tokens, share=self.share)
 
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
@@ -48,7 +47,7 @@ class ReferenceStates:
                 self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
             self.hidden[rows.numbers] = hidden
         head = self.lm.head()
-        fits = len(self.hidden) <= sized(head.chunk(self.hidden.device))
+        fits = len(self.hidden) <= head.chunk(self.hidden.device)
         self.kept = head.logits(self.hidden) if fits else self.hidden
 
     def at(self, numbers: Tensor) -> Tensor:
@@ -61,6 +60,18 @@ class ReferenceStates:
         return head if self.kept is self.hidden else head.of_logits()
 
 
+class KeepsStates(Protocol):
+    """A reward model that keeps the states of the texts that it scored last."""
+
+    trunk: Trunk
+    keeps_states: bool
+    kept: tuple[Layout, Tensor] | None  # the texts, with a token more behind each, and their states (N, H)
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers in a state."""
+
+
 class StateFeatures:
     """Features of a rollout's states from frozen models, computed once.
 
@@ -69,7 +80,7 @@ class StateFeatures:
     state's features depend on no later token.
     """
 
-    def __init__(self, critic: FeatureCritic, rewards: Sequence[RewardModel] = ()) -> None:
+    def __init__(self, critic: FeatureCritic, rewards: Sequence[KeepsStates] = ()) -> None:
         self.critic = critic
         self.rewards = list(rewards)
         self.kept = torch.empty(0)  # (tokens, F) float32
@@ -94,19 +105,24 @@ class StateFeatures:
         return values
 
 
-def _recall(layout: Layout, reward: RewardModel, states: Tensor) -> list[int]:
+def _recall(layout: Layout, reward: KeepsStates, states: Tensor) -> list[int]:
     """Fill in the `states` (tokens, H) of texts that were scored in the policy's tokens; returns the other rows."""
     ids = layout.ids.tolist()
-    missing = list(range(len(reward.kept), len(ids)))
-    for row, text in enumerate(reward.kept[: len(ids)]):
-        prompt, response = int(layout.prompts[row]), int(layout.responses[row])
-        start, length = layout.prompt_width - prompt, layout.lengths[row]
-        begin = prompt - 1 - text.first
-        if begin < 0 or text.ids[:length] != ids[row][start : start + length]:
+    if reward.kept is None:
+        return list(range(len(ids)))
+    texts, kept = reward.kept
+    read = texts.ids.tolist()
+    missing = list(range(len(read), len(ids)))
+    for row in range(min(len(read), len(ids))):
+        prompt, response, length = int(layout.prompts[row]), int(layout.responses[row]), layout.lengths[row]
+        alone = int(texts.prompts[row])  # tokens of the prompt, as the reward model reads it
+        start, begin = layout.prompt_width - prompt, texts.prompt_width - alone
+        same = length <= texts.lengths[row] and read[row][begin : begin + length] == ids[row][start : start + length]
+        if alone > prompt or not same:
             missing.append(row)
         else:
-            first = int(layout.first[row])
-            states[first : first + response] = _scaled(text.states[begin : begin + response])
+            first, source = int(layout.first[row]), int(texts.first[row]) + prompt - alone
+            states[first : first + response] = _scaled(kept[source : source + response])
     return missing
 
 

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.control import KLController
+from rlhf_kl.control import Guard
 from rlhf_kl.events import Event, UpdateSkipped
-from rlhf_kl.memory import SMALLER_PASS, free_memory, memory_for, sized, tokens_of_a_pass
-from rlhf_kl.models.value import ActorCritic, freezing
+from rlhf_kl.memory import free_memory, memory_for, smaller_pass, tokens_of_a_pass
+from rlhf_kl.models.value import freezing
 from rlhf_kl.ops.head import token_kl, token_logprobs
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ops.packing import Layout, Packed, split_groups
 from rlhf_kl.optim import fit_critic, set_learning_rate
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult
-from rlhf_kl.ppo.objectives import Loss, Targets, Tokens, explained_variance, ppo_loss, ppo_targets
+from rlhf_kl.ppo.objectives import Loss, Tokens, explained_variance, ppo_loss, ppo_targets
 from rlhf_kl.ppo.rate import LearningRate, Progress, allowed_rise
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
-from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
+from rlhf_kl.ppo.settings import PPOSettings
+from rlhf_kl.ppo.states import StateFeatures
 from rlhf_kl.ppo.way import Way
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.sharding import is_sharded, local, sum_gradients, unsharded
@@ -80,57 +80,57 @@ class PPOTrainer:
 
     def __init__(
         self,
-        config: TrainConfig,
-        model: ActorCritic,
-        optimizer: torch.optim.Optimizer,
+        settings: PPOSettings,
         rollouts: Rollouts,
-        reference: ReferenceStates,
-        controller: KLController,
-        features: StateFeatures | None = None,
+        optimizer: torch.optim.Optimizer,
+        controller: Guard,
         start: Mean | None = None,
         way: Way | None = None,
     ) -> None:
-        """`reference` holds the states of the last rollout; `features` are those of the critic, if there is one.
+        """The optimizer comes with the peak learning rate. `start`: the shaped score of the reference.
 
-        The optimizer comes with the peak learning rate. `start`: the shaped score of the reference. `way`: from the
-        reference to the policy, where it is known.
+        `way`: from the reference to the policy, where it is known.
         """
-        self.config, self.model, self.optimizer, self.rollouts = config, model, optimizer, rollouts
-        self.reference, self.controller, self.features = reference, controller, features
-        self.ranks = rollouts.ranks
+        self.settings, self.rollouts, self.optimizer, self.controller = settings, rollouts, optimizer, controller
+        self.model, self.ranks = rollouts.model, rollouts.ranks
+        self.reference = rollouts.reference  # holds the states of the last rollout
+        self.features = rollouts.features  # of the critic, if there is one
+        model = self.model
         self.policy = [p for p in model.policy.parameters() if p.requires_grad]
         self.trained = model.trained  # the policy, and a value function that learns in its loss
         self.sharded = any(map(is_sharded, self.trained))
         # Several microbatches of sharded weights: whole gradients take memory, summing each time takes messages.
         whole = sum(p.numel() * p.element_size() for p in self.trained if is_sharded(p))
         self.sums_once = all(self.ranks.all(WHOLE * whole < free_memory(model.policy.device)))
-        self.rows = sized(config.ppo.microbatch_size or config.minibatch_size)  # of a pass, at most
-        self.rate = LearningRate(config, float(optimizer.param_groups[0]["lr"]), controller)
+        self.rows = settings.microbatch_size or settings.minibatch_size  # of a pass, at most
+        peak, first = float(optimizer.param_groups[0]["lr"]), settings.value_warmup + 1
+        self.rate = LearningRate(
+            controller, peak, settings.lr_schedule, target=settings.target, updates=settings.updates, first=first
+        )
         self.progress = Progress(start)
-        section = config.kl.ceiling
         self.ceiling = Ceiling(
             [local(p) for p in self.policy],
             way,
             self.kl_now,
-            target=config.kl.target_value,
-            limit=config.kl.ceiling_value if section is not None and section.action == "backtrack" else None,
+            target=settings.target,
+            limit=settings.ceiling if settings.backtracks else None,
             measures=controller.needs_update_kl or self.rate.adaptive is not None,
         )
 
     def update(self, step: int) -> Update:
         """Update number `step` (from 1). With a rollout that cannot be trained on nothing changes."""
         rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
-        coef, unit = self.controller.beta, self.config.kl.unit
+        coef, unit = self.controller.beta, self.settings.unit
         if (left_out := unusable(rollout)) is not None:
             return Update(rollout, coef, coef, math.nan, events=[left_out])
         kl = rollout.kl(unit)
-        targets = ppo_targets(rollout, coef, self.config)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
+        targets = ppo_targets(rollout, coef, self.settings)  # 2. r_t = -beta KL_t + 1[t = T] score  3. GAE, RLOO, GRPO
         before = self.ceiling.snapshot()
         update = Update(rollout, coef, coef, math.nan, move=CeilingResult(1.0, kl.mean, kl.mean, kl.mean))
-        trains = step > self.config.ppo.value_warmup  # while the policy is frozen, its KL does not depend on beta
+        trains = step > self.settings.value_warmup  # while the policy is frozen, its KL does not depend on beta
         if trains:
             if self.controller.adjusts:  # else nothing is moved that could stop
-                distance = math.sqrt(kl.mean / self.config.kl.target_value)
+                distance = math.sqrt(kl.mean / self.settings.target)
                 update.events += self.progress.observe(rollout.score(), distance, allowed_rise(rollout))
             update.events += self.rate.choose(step, kl.mean, progress=self.progress.made)  # 4. pace the way by the rate
         update.learning_rate = self.rate(step)
@@ -140,17 +140,17 @@ class PPOTrainer:
             tokens = rollout.tokens_per(unit)
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
             update.events += self.rate.observe(step, move, update_kl, tokens)
-            self.controller.may_lower = self.progress.made
-            update.events += self.controller.step(kl.mean, len(rollout), self.ceiling.seen(move))  # 6. move beta
+            seen, made = self.ceiling.seen(move), self.progress.made
+            update.events += self.controller.step(kl.mean, len(rollout), seen, progress=made)  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.way is not None:  # 7. end an overshoot at once
                 update.move = self.ceiling.scale(rollout, move, self.controller.distance_kept())
         return update
 
-    def optimize(self, update: Update, targets: Targets, step: int) -> None:
+    def optimize(self, update: Update, targets: Tokens, step: int) -> None:
         """Several epochs of clipped minibatch steps; then the fit of a critic on features, if there is one."""
-        cfg, rollout = self.config.ppo, update.rollout
-        tokens = Tokens.of(rollout, targets)
+        cfg, rollout = self.settings, update.rollout
+        tokens = targets.flat(rollout.device)
         set_learning_rate(self.optimizer, update.learning_rate)
         with freezing(self.policy if step <= cfg.value_warmup else []):
             for rows in self.minibatches(step):
@@ -170,8 +170,8 @@ class PPOTrainer:
             update.critic_loss, finite = self.fit_critic(self.features, rollout, targets, step)
             if not finite:
                 update.skip("the loss of the value function")
-        if self.config.critic:
-            update.explained_variance = explained_variance(rollout, targets)
+        if cfg.critic:
+            update.explained_variance = explained_variance(targets)
 
     def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
         """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
@@ -180,27 +180,27 @@ class PPOTrainer:
             if self.sharded:
                 now = packed is microbatches[-1] or not self.sums_once
                 sum_gradients([self.model.policy, *([] if self.model.value is None else [self.model.value])], now)
-            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", SMALLER_PASS):
+            with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", smaller_pass("ppo")):
                 loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
-                ((self.config.ppo.vf_coef * loss.value + loss.policy) / weight).backward()
+                ((self.settings.vf_coef * loss.value + loss.policy) / weight).backward()
             passes.append(loss.detached())
         mine = Loss.joined(torch.stack(passes))
         return Loss(*Loss.joined(self.ranks.gather(mine)).tolist())
 
     def loss(self, x: Tokens, rows: Packed) -> Loss:
         """One forward pass: the loss summed over its tokens."""
-        model, kl, temperature = self.model, self.config.kl, self.config.rollout.temperature
+        model, cfg = self.model, self.settings
         hidden = model.policy(rows)
         head = model.policy.head()
-        if x.kl_weight and kl.estimator == "exact":
+        if x.kl_weight and cfg.estimator == "exact":
             ref = self.reference.at(rows.numbers)
-            logprobs, penalty = token_kl(hidden, head, x.ids, ref, self.reference.head(), temperature)
+            logprobs, penalty = token_kl(hidden, head, x.ids, ref, self.reference.head(), cfg.temperature)
         else:
-            logprobs = token_logprobs(hidden, head, x.ids, temperature)
-            penalty = ESTIMATORS[kl.estimator](logprobs, x.ref_logprobs) if x.kl_weight else torch.zeros_like(logprobs)
+            logprobs = token_logprobs(hidden, head, x.ids, cfg.temperature)
+            penalty = ESTIMATORS[cfg.estimator](logprobs, x.ref_logprobs) if x.kl_weight else torch.zeros_like(logprobs)
         values = None if model.value is None else model.value(rows, hidden)
-        return ppo_loss(x, logprobs, penalty, values, self.config.ppo)
+        return ppo_loss(x, logprobs, penalty, values, cfg)
 
     def minibatches(self, step: int) -> Iterator[Tensor]:
         """The rows of every minibatch of an update, epoch after epoch, each in an order of its own.
@@ -209,13 +209,14 @@ class PPOTrainer:
         prompt once. Each minibatch has one group (or row) from every few neighbours in the batch. So all ranks have
         equally many of its rows, and the minibatches are the same on any number of ranks.
         """
-        if self.features is not None and step <= self.config.ppo.value_warmup:
+        cfg = self.settings
+        if self.features is not None and step <= cfg.value_warmup:
             return  # the critic is not trained in the policy's epochs
-        size, together = self.config.minibatch_size, self.config.rows_together
-        several = self.config.rollout.batch_size // size
+        size, together = cfg.minibatch_size, cfg.rows_together
+        several = cfg.batch_size // size
         neighbours = several * torch.arange(size // together).unsqueeze(1)
-        for epoch in range(self.config.ppo.epochs):
-            order = uniforms(len(neighbours), several, self.config.run.seed, "minibatches", step, epoch).argsort(1)
+        for epoch in range(cfg.epochs):
+            order = uniforms(len(neighbours), several, cfg.seed, "minibatches", step, epoch).argsort(1)
             for groups in (order + neighbours).unbind(1):
                 yield (groups.unsqueeze(1) * together + torch.arange(together)).flatten()
 
@@ -225,13 +226,13 @@ class PPOTrainer:
         Unless `whole`, the change is read at half of the prompts, where these have ENOUGH responses: before and after
         at the same states, so it varies much less than the KL.
         """
-        unit = self.config.kl.unit
+        unit = self.settings.unit
         mine = self.ranks.mine(range(len(rollout)))
         half = [row for row in range(len(rollout)) if row // rollout.group % 2 == 0]
         rows = range(len(rollout)) if whole or len(half) < ENOUGH else half
         read = [row for row in rows if row in mine]
         with unsharded(self.model.policy):
-            kl = exact_kl_now(self.model.policy, self.reference, rollout, self.config.rollout.temperature, read)
+            kl = exact_kl_now(self.model.policy, self.reference, rollout, self.settings.temperature, read)
         before = rollout.kl(unit)
         change = rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
         after = before.mean + change.mean  # can be below 0, by its error
@@ -239,21 +240,22 @@ class PPOTrainer:
 
     def passes(self, layout: Layout, rows: list[int]) -> Iterator[Packed]:
         """These rows in microbatches of near-equal length."""
-        most, models = 1 << 40, 2 if self.config.critic == "separate" else 1  # the value function is about as large
-        if self.config.ppo.microbatch_size is None:
-            most = tokens_of_a_pass(self.model.policy.module, layout.device, self.config.run.dtype, models=models)
+        cfg, most = self.settings, 1 << 40
+        models = 2 if cfg.critic == "separate" else 1  # the value function is about as large
+        if cfg.microbatch_size is None:
+            most = tokens_of_a_pass(self.model.policy.module, layout.device, cfg.dtype, models=models)
         if self.sharded:  # the ranks gather each layer together, so all make equally many passes
             groups = layout.groups(rows, most_rows=self.rows, most_tokens=most)
             yield from map(layout.pack, split_groups(groups, int(self.ranks.gather(torch.tensor(len(groups))).max())))
             return
         # Layers that recompute their activations keep no keys and values that rows could share.
-        share = self.model.policy.shares_prompts and not self.config.policy.gradient_checkpointing
+        share = self.model.policy.shares_prompts and not cfg.recomputes
         yield from layout.passes(rows, most_rows=self.rows, most_tokens=most, share=share)
 
     # ---- the critic on features
 
     def fit_critic(
-        self, features: StateFeatures, rollout: RolloutBatch, targets: Targets, step: int
+        self, features: StateFeatures, rollout: RolloutBatch, targets: Tokens, step: int
     ) -> tuple[float, bool]:
         """Fit the critic to the returns of this rollout; returns its loss before that, and whether all was finite."""
         mine = self.ranks.mine(range(len(rollout)))
@@ -265,8 +267,8 @@ class PPOTrainer:
             self.optimizer,
             features.kept if bool(known.all()) else features.kept[known.to(features.kept.device)],
             targets.returns[rows][learned].to(features.kept),
-            epochs=self.config.ppo.critic_epochs,
-            seed=self.config.run.seed,
+            epochs=self.settings.critic_epochs,
+            seed=self.settings.seed,
             step=step,
             ranks=self.ranks,
         )

@@ -7,17 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rlhf_kl.control.held import BAND
+from rlhf_kl.control.verdict import BAND
 from rlhf_kl.report.comparison import Comparison, Variant
 from rlhf_kl.report.drawing import MANY, ORDERED, Chart, Line, log_if_wide, marks, with_values
 from rlhf_kl.report.one_run import RunResult
+from rlhf_kl.report.sentences import outcome
 from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep, spread
-from rlhf_kl.report.verdict import outcome
 from rlhf_kl.text import format_number, format_percent, read_number
 
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
+KL_OVER_TARGET = "KL over its target"
 ROOT_KL = "√KL, nats per response"
 
 

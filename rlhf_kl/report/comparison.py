@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -17,8 +17,9 @@ from rlhf_kl.config.resolve import config_diff
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.control import adjusts
 from rlhf_kl.errors import InputError
+from rlhf_kl.monitors.facts import mean
 from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
-from rlhf_kl.report.one_run import RunResult, mean, read_run
+from rlhf_kl.report.one_run import RunResult, read_run
 
 CONFIGS = "configs"  # in the folder of a comparison: those of its runs, NAME.yaml
 # If these differ, scores have different scales, or KLs different references.
@@ -102,7 +103,6 @@ class Comparison:
 
     variants: list[Variant]
     notes: list[str]
-    options: Mapping[str, str] = field(default_factory=dict)  # see `ComparePlan`; empty for runs that were only read
 
     @property
     def families(self) -> dict[str, list[Variant]]:
@@ -159,7 +159,7 @@ class Comparison:
         counts = Counter(entry.measure for entry in known if entry.interval is not None)
         return [replace(entry, together=max(1, counts[entry.measure])) for entry in known]
 
-    def to_json(self, verdict: Sequence[str], recommended: float | None = None) -> dict[str, Any]:
+    def to_json(self, verdict: Sequence[str]) -> dict[str, Any]:
         """compare.json."""
         return {
             "target": self.target,
@@ -167,7 +167,6 @@ class Comparison:
             "variants": {variant.name: _variant_json(variant) for variant in self.variants},
             "equal_kl": [entry.to_json() for entry in self.equal_kl],
             "verdict": "\n".join(verdict),
-            "recommended": recommended,
             "notes": self.notes,
         }
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from rlhf_kl.control.held import BAND
+from rlhf_kl.control.verdict import BAND
 from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.text import format_number
 
-# name: (on light, on dark). Pages replace the light values, as matplotlib draws them, by var(--name).
-# No two may be equal within a column. They can be told apart without colour vision.
+# name: (on light, on dark). No two may be equal within a column. They can be told apart without colour vision.
 COLOURS = {
     "page": ("#ffffff", "#15171a"),
     "ink": ("#1b1b1f", "#e8e8ec"),
@@ -53,6 +53,8 @@ COLOURS = {
     "s11": ("#7d7184", "#d5cfdd"),
     "s12": ("#5b4a2f", "#b89b6a"),
 }
+LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
+HEX = re.compile(r"#[0-9a-f]{6}\b")
 ORDERED = ("s1", "s2", "s3", "s4", "s5", "s6")
 MANY = (*ORDERED, "s7", "s8", "s9", "s10", "s11", "s12")
 UPDATE = "update"
@@ -112,29 +114,10 @@ def with_values(charts: Iterable[Chart | None]) -> list[Chart]:
     return [chart for chart in charts if chart is not None and any(line.x for line in chart.lines)]
 
 
-_dark = False  # whether pictures are drawn for dark pages
-
-
-@contextmanager
-def for_dark_pages() -> Iterator[None]:
-    """Draws files for dark pages."""
-    global _dark
-    _dark = True
-    try:
-        yield
-    finally:
-        _dark = False
-
-
-def colour(name: str) -> str:
-    """The colour as it is drawn."""
-    return COLOURS[name][_dark]
-
-
 def css() -> str:
-    """The colours as CSS variables, for light and dark."""
-    light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
-    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    """The colours as CSS variables, for light and dark; paper is light."""
+    light, dark = ("".join(f"--{name}:{value};" for name, value in colours.items()) for colours in (LIGHT, DARK))
+    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def thin(values: Sequence[float]) -> list[float]:
@@ -146,15 +129,18 @@ def thin(values: Sequence[float]) -> list[float]:
 # ---- files and pages
 
 
-def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading: str = "") -> None:
+def save_sheet(
+    charts: Sequence[Chart], path: Path, *, columns: int | None = None, heading: str = "", dark: bool = False
+) -> None:
     """Charts side by side under a heading; a single one is legible at the width of a phone.
 
-    The format is that of the path's suffix.
+    The format is that of the path's suffix. columns: default two or three, as they fill their rows.
     """
+    columns, colours = columns or min(len(charts), 2 if len(charts) in (2, 4) else 3), DARK if dark else LIGHT
     rows = -(-len(charts) // columns)
     height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading)
     width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
-    with _picture_style(size):
+    with _picture_style(size, colours):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         if heading:
             figure.suptitle(heading, fontsize=size * 1.12, fontweight="bold", x=0.02, ha="left")
@@ -162,13 +148,13 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
         for panel in panels[len(charts) :]:
             panel.set_visible(False)
         for chart, panel in zip(charts, panels, strict=False):
-            pad = 6 + 1.5 * size * _draw(chart, panel)
+            pad = 6 + 1.5 * size * _draw(chart, panel, colours)
             if legend := panel.get_legend():
                 legend.set_in_layout(False)  # a wide one does not push the panels apart
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
             panel.annotate(
                 chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
-                fontsize=size * 0.9, color=colour("muted"), in_layout=False,
+                fontsize=size * 0.9, color=colours["muted"], in_layout=False,
             )  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
@@ -179,44 +165,52 @@ def save_sheet(charts: Sequence[Chart], path: Path, *, columns: int = 1, heading
 def svg(chart: Chart) -> str:
     """The chart as an `<svg>` element without title, whose colours are CSS variables.
 
-    A page holds many, which share ids: matplotlib makes those that are referred to from what they stand for.
+    matplotlib writes each as the light one, and only into `style`; text stays as it is. A page holds many charts, which
+    share ids: matplotlib makes those that are referred to from what they stand for.
     """
-    width, height = SVG_SIZE
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with _picture_style(SVG_TYPE):
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
-        axes = figure.subplots()
-        _draw(chart, axes)
-        buffer = io.StringIO()
+    with _picture_style(SVG_TYPE, LIGHT):
+        figure = Figure(figsize=(SVG_SIZE[0] / 72, SVG_SIZE[1] / 72), dpi=72, layout="constrained")
+        _draw(chart, figure.subplots(), LIGHT)
+        buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-        columns = _hover_columns(chart, axes, height)
-    _, _, body = buffer.getvalue().partition("<svg ")
-    for name in COLOURS:
-        body = body.replace(colour(name), f"var(--{name})")
-    body = body.replace("</svg>", f"<g>{columns}</g></svg>")
-    return f'<svg class="chart" role="img" aria-label="{escape(chart.title)}" {body}'
+    root = ElementTree.fromstring(buffer.getvalue())
+    variables = {light: f"var(--{name})" for name, light in LIGHT.items()}
+    for node in root.iter():
+        node.tag = _plain(node.tag)  # a page knows no namespaces
+        node.attrib = {_plain(name): value for name, value in node.attrib.items()}
+        if style := node.get("style"):
+            node.set("style", HEX.sub(lambda found: variables[found[0]], style))
+    ends = [f"{line.label} {format_number(line.y[0])} to {format_number(line.y[-1])}" for line in chart.lines if line.x]
+    root.attrib |= {"class": "chart", "role": "img", "aria-label": f"{chart.title}: {', '.join(ends)}"}
+    return ElementTree.tostring(root, "unicode")
 
 
-def _draw(chart: Chart, axes: Axes) -> int:
+def _plain(name: str) -> str:
+    """A name of XML without its namespace."""
+    return name.rpartition("}")[2]
+
+
+def _draw(chart: Chart, axes: Axes, colours: Mapping[str, str]) -> int:
     """The chart with plain ticks, and above it a legend where it has several names; returns the legend's lines."""
     scales = {f"{axis}scale": "log" for axis in chart.log}
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel, **scales)
     if chart.target is not None:
         edges = (1 - BAND) * chart.target, (1 + BAND) * chart.target
-        axes.axhspan(*edges, color=colour("band"), zorder=0.5, linewidth=0)
+        axes.axhspan(*edges, color=colours["band"], zorder=0.5, linewidth=0)
     for label, tint, level in (("target", "muted", chart.target), ("ceiling", "alert", chart.ceiling)):
         if level is not None:
-            axes.axhline(level, color=colour(tint), linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
+            axes.axhline(level, color=colours[tint], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2, label=label)
     for line in (line for line in chart.lines if line.x):
         x, y, low, high = map(thin, (line.x, line.y, line.low, line.high))
         marker = line.marker if line.marker is not None else "o" if len(x) < FEW_POINTS else ""
         if low and line.marker:
             errors = [[m - a for m, a in zip(y, low, strict=True)], [b - m for m, b in zip(y, high, strict=True)]]
-            axes.errorbar(x, y, errors, fmt="none", ecolor=colour(line.tint), elinewidth=1.0, capsize=2.5)
+            axes.errorbar(x, y, errors, fmt="none", ecolor=colours[line.tint], elinewidth=1.0, capsize=2.5)
         elif low:
-            axes.fill_between(x, low, high, color=colour(line.tint), alpha=0.13, linewidth=0, zorder=1.5)
+            axes.fill_between(x, low, high, color=colours[line.tint], alpha=0.13, linewidth=0, zorder=1.5)
         size = 5.5 if line.dash == "none" else 3.2
-        axes.plot(x, y, color=colour(line.tint), ls=line.dash, marker=marker, markersize=size, label=line.label)
+        axes.plot(x, y, color=colours[line.tint], ls=line.dash, marker=marker, markersize=size, label=line.label)
     if chart.ylim is not None:
         axes.set_ylim(chart.ylim)
     elif "y" not in chart.log:
@@ -248,26 +242,10 @@ def _plain_log_ticks(axis: Axes) -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def _hover_columns(chart: Chart, axes: Axes, height: float) -> str:
-    """A column for each x of the drawn lines and points, with their values for the pointer."""
-    box, values = axes.get_window_extent(), dict[float, list[str]]()
-    for line in chart.lines:
-        for x, y in zip(thin(line.x), thin(line.y), strict=True):
-            values.setdefault(x, []).append(f"{line.label} {format_number(y)}".strip())
-    xs, columns = sorted(values), []
-    edges = [float(axes.transData.transform((x, axes.get_ylim()[0]))[0]) for x in xs]
-    middles = [box.x0, *((a + b) / 2 for a, b in pairwise(edges)), box.x1]
-    for x, (left, right) in zip(xs, pairwise(middles), strict=False):
-        size = f'width="{max(1.0, right - left):.1f}" height="{box.height:.1f}"'
-        tip = escape(f"{chart.xlabel} {x:.4g}: {', '.join(values[x])}")
-        columns.append(f'<rect x="{left:.1f}" y="{height - box.y1:.1f}" {size} class="hit" data-tip="{tip}"/>')
-    return "".join(columns)
-
-
 @contextmanager
-def _picture_style(size: float) -> Iterator[None]:
+def _picture_style(size: float, colours: Mapping[str, str]) -> Iterator[None]:
     """matplotlib's settings while a picture is drawn; `size` of the type in points."""
-    muted, grid, small = colour("muted"), colour("grid"), size * 0.9
+    muted, grid, small = colours["muted"], colours["grid"], size * 0.9
     settings = {
         "font.family": "DejaVu Sans", "font.size": size, "legend.fontsize": small, "lines.linewidth": 1.4,
         "axes.titlesize": size * 1.08, "axes.titlelocation": "left", "axes.titleweight": "bold",
@@ -276,8 +254,8 @@ def _picture_style(size: float) -> Iterator[None]:
         "axes.grid": True, "axes.grid.axis": "y", "grid.color": grid, "grid.linewidth": 0.7,
         "xtick.color": muted, "xtick.labelsize": small, "xtick.major.size": 3,
         "ytick.color": muted, "ytick.labelsize": small, "ytick.major.size": 0,
-        "figure.facecolor": colour("page"), "axes.facecolor": colour("page"),
-        "text.color": colour("ink"), "text.parse_math": False,  # names are text, whatever they hold
+        "figure.facecolor": colours["page"], "axes.facecolor": colours["page"],
+        "text.color": colours["ink"], "text.parse_math": False,  # names are text, whatever they hold
         "svg.fonttype": "none", "svg.hashsalt": "rlhf-kl",
     }  # fmt: skip
     with matplotlib.rc_context(settings), warnings.catch_warnings():

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from rlhf_kl.config.problems import checked
 from rlhf_kl.config.resolve import detect_kind
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
-from rlhf_kl.control import held
+from rlhf_kl.control.verdict import end, ratios
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.report import outcome
+from rlhf_kl.monitors.facts import CLOSING, StartEnd, closing_figures, control_figures, is_update, mean
 from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
@@ -85,14 +84,14 @@ class RunResult:
         return held_out_texts(self.path)
 
     @cached_property
-    def closing(self) -> dict[str, outcome.StartEnd]:
-        """See `outcome.closing_figures`."""
-        return outcome.closing_figures([*self.updates, *self.evaluations[-1:]], self.unit)
+    def closing(self) -> dict[str, StartEnd]:
+        """See `closing_figures`."""
+        return closing_figures([*self.updates, *self.evaluations[-1:]], self.unit)
 
     @cached_property
     def ratios(self) -> list[float]:
         """KL / target of each update."""
-        return held.ratios(self.updates)
+        return ratios(self.updates)
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
         """Updates and values of a key, missing ones left out; `eval/*` with the closing evaluation."""
@@ -102,7 +101,7 @@ class RunResult:
 
     def end(self, key: str) -> float | None:
         """Mean over the last ten updates."""
-        return mean(row.get(key) for row in held.end(self.updates))
+        return mean(row.get(key) for row in end(self.updates))
 
     def reference(self, key: str) -> float | None:
         """A figure of the reference: from its own samples if the summary has them, else from the first row.
@@ -124,13 +123,12 @@ class RunResult:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
-        ends = {name: self.closing.get(name, (None, None))[1] for name in outcome.CLOSING}
+        ends = {name: self.closing.get(name, (None, None))[1] for name in CLOSING}
         perplexity = ends["perplexity"]
         before = self.reference("eval/perplexity") if len(self.evaluations) > 1 else None
         return {
-            **outcome.control_figures(self.updates, self.config.kl),
+            **control_figures(self.updates, self.config.kl),
             **ends,
-            "kl": self.end(f"kl/{self.unit}"),  # nats in the target's unit; None if one was not finite
             "peak": max(self.ratios, default=None),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference
             "gold_gain": self.gain("objective/gold"),
@@ -143,7 +141,7 @@ def read_run(path: Path) -> RunResult:
     folder = RunFolder(path)
     folder.require_run()
     config, rows = stored_config(folder.config), read_jsonl(folder.metrics)
-    updates = [row for row in rows if outcome.is_update(row)]
+    updates = [row for row in rows if is_update(row)]
     evaluations = [row for row in rows if read_number(row, "eval/perplexity") is not None]
     summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
     return RunResult(path, config, updates, evaluations, summary)
@@ -156,10 +154,3 @@ def stored_config(path: Path) -> TrainConfig:
         raise InputError(f"{path.parent}: a run of `rlhf-kl {kind}`; only runs of `rlhf-kl train` have a KL to show")
     with blame(str(path)):
         return checked(TrainConfig, raw)
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of numbers; None without numbers, or if one is missing."""
-    every = list(values)
-    known = [value for value in every if value is not None]
-    return fmean(known) if known and len(known) == len(every) else None

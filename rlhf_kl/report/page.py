@@ -12,15 +12,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlhf_kl.config.resolve import dump_config
-from rlhf_kl.control import held
-from rlhf_kl.report import outcome
+from rlhf_kl.control.verdict import BAND, BAND_FROM, verdict_text
+from rlhf_kl.monitors.facts import closing_note, score_error
 from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.drawing import Chart, css, save_sheet, svg
 from rlhf_kl.report.one_run import RunResult, read_run
-from rlhf_kl.report.outcome import verdict_text
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.folder import RunFolder, write_atomic
-from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text
+from rlhf_kl.shell import source_name
+from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text, start_to_end
 
 HOTTEST = 2.0  # nats of a token that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
@@ -46,7 +46,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         badge=(BADGES.get(verdict, ""), verdict_text(run.figures)) if run.status == "finished" else ("", run.status),
         subtitle=_subtitle(run),
         cards=_cards(run),
-        closing_note=outcome.closing_note(len(run.updates)),
+        closing_note=closing_note(len(run.updates)),
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
         charts=[render_chart(chart) for chart in run_charts(run)],
@@ -66,9 +66,8 @@ def render(template: str, **values: Any) -> str:
 
     pages = Environment(loader=PackageLoader("rlhf_kl.report"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True, finalize=finalize)  # fmt: skip
-    script = Markup(pages.get_template("page.js").render())
     version = metadata.version("rlhf-kl")
-    return pages.get_template(template).render(colours=Markup(css()), script=script, version=version, **values)
+    return pages.get_template(template).render(colours=Markup(css()), version=version, **values)
 
 
 def render_chart(chart: Chart) -> dict[str, Any]:
@@ -81,9 +80,9 @@ def render_chart(chart: Chart) -> dict[str, Any]:
 
 def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
     """Colour, name, value and note of each figure that was measured; those that are asked first have a colour."""
-    figures, closing = run.figures, {name: outcome.start_to_end(pair) for name, pair in run.closing.items()}
+    figures, closing = run.figures, {name: start_to_end(pair) for name, pair in run.closing.items()}
     kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
-    error = outcome.score_error(run.updates)
+    error = score_error(run.updates)
     beside = [] if error is None else [f"±{format_number(error)} at the end"]
     beside += [f"true score {closing['gold']}"] if "gold" in closing else []
     share = format_percent(read_number(run.summary, "tilt_share"))
@@ -95,7 +94,7 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
          f"{format_percent(cost, signed=True)} on the reference" if cost is not None else ""),
         ("", "Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
         ("", "Time in band", format_percent(figures["time_in_band"]),
-         f"within ±{held.BAND:.0%}, from update {held.BAND_FROM}"),
+         f"within ±{BAND:.0%}, from update {BAND_FROM}"),
         ("", "Peak KL over target", format_number(figures["peak"]), ""),
         ("", "Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
         ("", "Forgetting", closing.get("forgetting", "-"), "nats per token: KL of the reference to the policy"),
@@ -108,7 +107,7 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
 
 def _subtitle(run: RunResult) -> str:
     config = run.config
-    policy = outcome.source_name(config.policy.model)
+    policy = source_name(config.policy.model)
     parts = [f"seed {run.seed}", f"{config.kl.controller.kind} controller", f"policy {policy}",
              f"{len(run.updates)} updates of {config.rollout.batch_size} responses"]  # fmt: skip
     if (seconds := read_number(run.summary, "seconds")) is not None:

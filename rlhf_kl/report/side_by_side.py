@@ -10,18 +10,18 @@ from typing import Any
 from urllib.parse import quote
 
 from rlhf_kl import ui
-from rlhf_kl.control import held
-from rlhf_kl.report.charts import compare_charts, held_charts, target_charts, variant_styles
+from rlhf_kl.control import verdict as rule
+from rlhf_kl.report.charts import KL_OVER_TARGET, compare_charts, held_charts, target_charts, variant_styles
 from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
 from rlhf_kl.report.page import render, render_chart, report_page, response_figures
-from rlhf_kl.report.sweep import asked_of, recommend, scale_table, scaled_answer, sweep_of, sweep_of_scaled
+from rlhf_kl.report.sentences import WIDTH, figures_table, judge
+from rlhf_kl.report.sweep import asked_of, scale_table, scaled_answer, sweep_of, sweep_of_scaled
 from rlhf_kl.report.texts import across
-from rlhf_kl.report.verdict import WIDTH, figures_table, judge, text_table
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
 from rlhf_kl.shell import short_path
-from rlhf_kl.text import hanging, safe_text
+from rlhf_kl.text import hanging, safe_text, text_table
 
 PROMPT = 160  # characters of a prompt that are shown, its end
 
@@ -31,7 +31,7 @@ Sections = Sequence[tuple[str, Sequence[Chart], str]]  # title, charts, name of 
 def write_comparison(comparison: Comparison, folder: Path, name: str, width: int | None = None) -> str:
     """Write compare.json, compare.html and pictures into `folder`; return text for a terminal of `width` columns."""
     _link_reports(comparison)
-    verdict, sweep = judge(comparison), sweep_of(comparison)
+    verdict = judge(comparison)
     runs = [(variant.name, seed, run) for variant in comparison.variants for seed, run in variant.runs.items()]
     counts = {"variant": len(comparison.variants), "seed": len(comparison.seeds), "run": len(runs)}
     subtitle = " · ".join(f"{count} {thing}{'s' * (count > 1)}" for thing, count in counts.items())
@@ -42,15 +42,13 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         if run.report.is_file():
             links.setdefault(variant, []).append((seed, quote(os.path.relpath(run.report, folder))))
     sections = [
-        ("which target?", target_charts(sweep), "targets.png"),
-        ("KL over its target", held_charts(comparison), "compare.png"),
+        ("what each target costs", target_charts(sweep_of(comparison)), "targets.png"),
+        (KL_OVER_TARGET, held_charts(comparison), "compare.png"),
         ("scores and costs", compare_charts(comparison), ""),
     ]
-    advice = recommend(sweep) if len(comparison.seeds) > 1 else None
-    document = comparison.to_json(verdict, advice and advice.target)
     return _write(
         folder / "compare",
-        document,
+        comparison.to_json(verdict),
         sections,
         width,
         name=name,
@@ -115,11 +113,10 @@ def _write(stem: Path, document: Mapping[str, Any], sections: Sections, width: i
     folder.mkdir(parents=True, exist_ok=True)
     write_json(stem.with_suffix(".json"), dict(document))
     drawn = [(title, [render_chart(chart) for chart in charts]) for title, charts, _ in sections]
-    write_atomic(page, render("compare.html", kind=stem.name, held=held, sections=drawn, refresh=None, **shown))
+    write_atomic(page, render("compare.html", kind=stem.name, rule=rule, sections=drawn, refresh=None, **shown))
     for title, charts, picture in sections:
         if picture and charts:
-            columns = min(len(charts), 2 if len(charts) in (2, 4) else 3)
-            save_sheet(charts, folder / picture, columns=columns, heading=f"{shown['name']}: {title}")
+            save_sheet(charts, folder / picture, heading=f"{shown['name']}: {title}")
         for chart in charts if not picture else ():
             save_sheet([chart], folder / f"{chart.slug}.png")
     header, rows = shown["table"]

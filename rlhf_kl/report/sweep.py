@@ -1,4 +1,4 @@
-"""Which KL target? Score and cost at several targets, of trained runs or of one scaled policy, and a rule for them."""
+"""Score and cost at several KL targets, of trained runs or of one scaled policy; and which to take, for `scale`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import hypot, sqrt
 from typing import Any, NamedTuple
 
+from rlhf_kl.monitors.facts import mean
 from rlhf_kl.report.comparison import Comparison
-from rlhf_kl.report.one_run import mean
 from rlhf_kl.shell import shell_command
 from rlhf_kl.text import with_error
 
@@ -27,7 +27,6 @@ class SweepPoint(NamedTuple):
     target: float  # nats in the sweep's unit
     figures: Mapping[str, Figure]  # those of `FIGURES`; kl in the sweep's unit
     gain: float | None  # of the score that was trained on, over the reference's
-    held: bool = True
     rise_error: float | None = None  # standard error of the gain less that of the point before, where it was measured
 
 
@@ -48,18 +47,16 @@ class Recommendation(NamedTuple):
     reason: str
 
 
-def recommend(sweep: Sweep | None) -> Recommendation | None:
-    """The highest held target below the first held one that meets a limit; None without a sweep.
+def recommend(sweep: Sweep) -> Recommendation:
+    """The highest target below the first one that meets a limit.
 
     It reads what every run has: score, held-out perplexity, distinct word pairs and KL. A score that may still rise,
     by one error of it, meets no limit.
     """
     before, steepest, below, cost = (0.0, 0.0, 0.0), 0.0, None, None
-    for point in sweep.points if sweep else ():
-        if not point.held:
-            continue
+    for point in sweep.points:
         values = {name: value for name, (value, _) in point.figures.items()}
-        cost, pairs = (_over(values[name], sweep.reference[name]) for name in ("perplexity", "distinct_2") if sweep)
+        cost, pairs = (_over(values[name], sweep.reference[name]) for name in ("perplexity", "distinct_2"))
         met = []
         if cost is not None and cost > PERPLEXITY:
             met.append(f"the held-out perplexity is {cost:.2f} times the reference's (limit {PERPLEXITY:g})")
@@ -79,8 +76,6 @@ def recommend(sweep: Sweep | None) -> Recommendation | None:
         if met:
             return Recommendation(below, f"at {point.target:g} {', '.join(met)}")
         below = point.target
-    if below is None:
-        return Recommendation(None, "no target was held") if sweep and sweep.points else None
     paid = "" if cost is None else f" (perplexity is {cost:.2f} times the reference's)"
     reason = f"the highest that was tried; no limit was met{paid}: try higher if its texts are good"
     return Recommendation(below, reason)
@@ -100,7 +95,6 @@ def sweep_of(comparison: Comparison) -> Sweep | None:
             v.target,
             {name: (v.mean(name), v.sd(name)) for name in FIGURES},
             v.mean("score_gain"),
-            2 * (v.verdicts["held"] + v.verdicts["late"]) > len(v.runs),
         )
         for v in variants
     ]
@@ -140,7 +134,6 @@ def asked_of(document: Mapping[str, Any]) -> str:
 def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
     """What scale.json tells, in a few sentences; `run`: the run's folder as a word of a command line."""
     advice = recommend(sweep_of_scaled(document))
-    assert advice is not None
     lines = []
     if document["prompts"] == 1:
         found = "lower than these" if advice.target is None else f"{advice.target:g} nats per {document['unit']}"

@@ -12,10 +12,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.run.log import HELD_OUT, read_jsonl
 from rlhf_kl.text import format_number, read_number, safe_text
 
-HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
 TITLE = "\nHeld-out prompts, answered by both (KL in nats per response):"
 COLUMN = 39  # columns of a text: two fit beside each other
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (math.inf, "red"))  # nats of a token

@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, exchange_lacks_system, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
-from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import Trunk
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
 from rlhf_kl.models.tokens import encode_all, pad
-from rlhf_kl.ops.packing import group_lengths, pack_last, pass_overhead, same_tokens, text_layout
+from rlhf_kl.ops.packing import Layout, group_lengths, pack_last, pass_overhead, same_tokens, text_layout
 from rlhf_kl.types import Prompt, Responses
 from rlhf_kl.ui import log
 
@@ -63,14 +62,6 @@ def remember_format(model: Any, folder: str | Path) -> None:
         setattr(model.config, FORMAT_KEY, json.loads(file.read_text(encoding="utf-8")))
 
 
-class ScoredText(NamedTuple):
-    """A text as a decoder reward model read it."""
-
-    ids: list[int]
-    first: int  # the token that the first of the states belongs to
-    states: Tensor  # (tokens - first, H): last hidden states
-
-
 class RewardModel:
     """A sequence classifier as a reward function; texts are encoded with its own tokenizer.
 
@@ -107,7 +98,8 @@ class RewardModel:
         self.trunk = Trunk(model, dtype)
         self.told = False  # that the chat template leaves out system messages
         self.keeps_states = False
-        self.kept: list[ScoredText] = []  # of the last batch, where `keeps_states`
+        # Of the last batch, where `keeps_states`: its layout, with a token more behind each text, and states (N, H).
+        self.kept: tuple[Layout, Tensor] | None = None
         if not self.encoder:
             self._check_head()
 
@@ -156,7 +148,7 @@ class RewardModel:
         rows, types = self._encode(prompts, responses)
         check_tokens(self.model, self.tokenizer, rows)
         read = partial(self._encoded, types) if self.encoder else partial(self._behind, self._starts(prompts, rows))
-        scores = read(rows, sized(SCORING_ROWS)).cpu()
+        scores = read(rows, SCORING_ROWS).cpu()
         return torch.where(scores.isfinite(), scores, math.inf)
 
     def _encoded(self, types: Rows | None, rows: Rows, most_rows: int) -> Tensor:
@@ -193,8 +185,7 @@ class RewardModel:
             if self.keeps_states:
                 states[packed.numbers] = hidden
         if self.keeps_states:
-            parts = states.split(layout.responses.tolist())
-            self.kept = [ScoredText(*text) for text in zip(rows, (n - 1 for n in starts), parts, strict=True)]
+            self.kept = layout, states
         return self._scores(self._head(ends))
 
     def forward(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:

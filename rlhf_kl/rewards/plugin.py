@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.config.named import TRL_PROVIDED
 from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.plugins import hidden, home_of, parameters_of, users_code
+from rlhf_kl.plugins import TRL_PROVIDED, home_of, parameters_of, users_code
 from rlhf_kl.types import Prompts, Responses
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -84,7 +83,7 @@ class PluginReward:
         for score, raw, response in zip(scores, returned, texts, strict=True):
             if raw is not None and not abs(score) <= LARGEST:
                 fault = f"beyond {LARGEST:.2g}" if math.isfinite(score) else "not a finite number"
-                raise InputError(f"the score of {response[:60]!r} is {hidden(repr(raw))}, {fault}")
+                raise InputError(f"the score of {response[:60]!r} is {self._home.hidden(repr(raw))}, {fault}")
         return torch.tensor(scores, dtype=torch.float64)
 
     def _call(self, responses: Responses) -> Callable[[], Any]:
@@ -182,6 +181,7 @@ class TRLReward(PluginReward):
         from transformers import TrainerState
 
         prompts, texts, ids = responses
+        hidden = self._home.hidden
         asked = [[_message(*turn) for turn in turns] for turns in prompts.messages]
         arguments = {
             "prompts": [turns or text for turns, text in zip(asked, prompts.texts, strict=True)],

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ from torch import Tensor
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.types import Prompts, Responses
-
-REWARD, GOLD = "reward", "gold"
-TERM = "terms."  # before the name of a term of a sum
+from rlhf_kl.types import REWARD, TERM, Prompts, Responses
 
 
 @dataclass(frozen=True)
@@ -39,21 +36,18 @@ class Scorer:
         return REWARD if self.name == REWARD else f"{REWARD}.{self.name}"
 
 
-class Scores(NamedTuple):
-    """Raw scores of one batch."""
-
-    values: dict[str, Tensor]  # (B,): "reward", what each "terms.NAME" adds to it, and "gold"
-    failures: list[str]  # of scorers that are only logged; their scores are NaN
-
-
 class Scorers:
     """All scorers of a run. Their weighted scores are added up; one that does not score a response adds nothing."""
 
     def __init__(self, *scorers: Scorer) -> None:
         self.scorers = scorers
 
-    def __call__(self, responses: Responses) -> Scores:
-        """Errors: InputError from a scorer with a weight, by its config key."""
+    def __call__(self, responses: Responses) -> tuple[dict[str, Tensor], list[str]]:
+        """Raw scores (B,) by name, "reward", what each "terms.NAME" adds to it, and "gold"; and failures.
+
+        These are of scorers that are only logged, whose scores are NaN. Errors: InputError from a scorer with a weight,
+        by its config key.
+        """
         values: dict[str, Tensor] = {}
         failures = []
         for scorer in self.scorers:
@@ -69,7 +63,7 @@ class Scorers:
         values |= {term.name: term.weight * values[term.name].double() for term in terms}
         if terms:
             values = {REWARD: _sum([values[term.name] for term in terms if term.weight]), **values}
-        return Scores(values, failures)
+        return values, failures
 
     @property
     def trained(self) -> Scorers:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,21 +14,8 @@ ROUNDING = 4.0  # steps of the number type: scores that differ by less are equal
 REPEAT = 3  # tokens in a row that count as repeated
 
 
-class ResponseTraits(NamedTuple):
-    """Properties of responses that penalties depend on; every field (B,)."""
-
-    ended: Tensor  # bool: the response has an EOS
-    lengths: Tensor  # tokens, EOS included
-    repeated: Tensor  # share of its three-token runs that are repetitions
-
-
-def response_traits(ids: Sequence[Sequence[int]], ended: Tensor) -> ResponseTraits:
-    """Traits of responses with these tokens, on the CPU."""
-    lengths, repeated = torch.tensor(list(map(len, ids))), torch.tensor(list(map(_repeated, ids)))
-    return ResponseTraits(ended.cpu(), lengths, repeated)
-
-
-def _repeated(tokens: Sequence[int]) -> float:
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Share of the three-token runs of a response that are repetitions."""
     runs = [tuple(tokens[i : i + REPEAT]) for i in range(len(tokens) - REPEAT + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
@@ -63,12 +49,12 @@ class ScoreShaping:
             raise InputError(f"reward: {same}, so reward.normalize finds no scale. {advice}")
         return replace(self, mean=float(scores.mean()), std=std)
 
-    def __call__(self, scores: Tensor, traits: ResponseTraits) -> Tensor:
-        """Raw scores (B,) of responses with these traits -> shaped scores (B,)."""
+    def __call__(self, scores: Tensor, penalties: Mapping[str, Tensor]) -> Tensor:
+        """Raw scores (B,), and the `penalties` of the responses -> shaped scores (B,)."""
         shaped = self._scaled(scores)
         if self.clip is not None:
             shaped = shaped.clamp(-self.clip, self.clip)
-        for penalty in self.penalties(traits).values():
+        for penalty in penalties.values():
             shaped = shaped - penalty.to(shaped)
         return shaped
 
@@ -83,11 +69,14 @@ class ScoreShaping:
     def _scaled(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std
 
-    def penalties(self, traits: ResponseTraits) -> dict[str, Tensor]:
-        """Each active penalty by name: (B,), never negative."""
+    def penalties(self, ids: Sequence[Sequence[int]], ended: Tensor) -> dict[str, Tensor]:
+        """Each active penalty by name: (B,) on the CPU, never negative.
+
+        `ids`: the tokens of each response, EOS included; `ended` (B,): whether it has an EOS.
+        """
         terms = {
-            "missing_eos": (self.missing_eos_penalty, (~traits.ended).float()),
-            "length": (self.length_penalty, traits.lengths.float()),
-            "repetition": (self.repetition_penalty, traits.repeated.float()),
+            "missing_eos": (self.missing_eos_penalty, (~ended.cpu()).float()),
+            "length": (self.length_penalty, torch.tensor(list(map(len, ids))).float()),
+            "repetition": (self.repetition_penalty, torch.tensor(list(map(repeated_share, ids))).float()),
         }
         return {name: size * amount for name, (size, amount) in terms.items() if size}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,14 +21,11 @@ from torch import Tensor, nn
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.run.folder import checkpoint_folders, checkpoint_step, remove_folder, write_folder
 from rlhf_kl.sharding import NamedTensors, Read, load_slots, load_tensors
-from rlhf_kl.text import duration
 
 FORMAT = 10  # of the state; raised when older checkpoints cannot be resumed any more
 WAY_OUT = "without this folder the checkpoint before is used"
 SHARD = 1 << 30  # bytes of tensors in a file; a larger tensor has a file of its own
 PARTS = "shard-*.safetensors"  # files of torch's distributed checkpoints
-ABOUT = 4  # checkpoints of a run at least, where `checkpoint.every` is auto; a short run may have 3
-MOST_SECONDS = 1800.0  # the same: from one to the next
 
 
 @dataclass(frozen=True)
@@ -169,38 +165,6 @@ def _write_shards(stem: Path, tensors: NamedTensors) -> None:
         shard[name] = tensor.cpu().contiguous()
         size += tensor.nbytes
     save_file(shard, f"{stem}-{number:05d}.safetensors")
-
-
-def checkpoint_size(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of a checkpoint: the weights, and AdamW's two moments of those that it trains."""
-    moments = [p for group in optimizer.param_groups for p in group["params"]] * 2
-    return sum(p.numel() * p.element_size() for p in [*model.parameters(), *moments])
-
-
-def usual_interval(size: int, total: int, few: int = 5) -> int:
-    """Updates between two checkpoints of `size` bytes in a run of `total` updates; at most a quarter, rounded up.
-
-    `few` for each 5 GB: with 5 an update writes 1 GB or so at most.
-    """
-    return min(few * max(1, math.ceil(size / 5e9)), max(1, math.ceil(total / ABOUT)))
-
-
-def volume(size: int) -> str:
-    """Bytes in words."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{math.ceil(size / 1e6)} MB"
-
-
-def interval_seconds(every: int, seconds: float, *, auto: bool) -> float:
-    """Time between two checkpoints where an update takes so many `seconds`."""
-    return min(every * seconds, max(MOST_SECONDS, seconds)) if auto else every * seconds
-
-
-def interval_words(every: int, size: int, unit: str, *, auto: bool, seconds: float | None = None) -> str:
-    """When checkpoints are written, for the start of a run; `seconds`: of an update, where that is known."""
-    words = f"a checkpoint every {every} {unit if every > 1 else unit.removesuffix('s')} ({volume(size)}"
-    if seconds is not None:
-        words += f", about every {duration(interval_seconds(every, seconds, auto=auto))}"
-    return f"{words}){f', and where {MOST_SECONDS / 60:g} minutes have passed without one' if auto else ''}"
 
 
 def prune(folder: Path, keep: int, *, every: int = 1, spared: Collection[int] = ()) -> None:

@@ -39,10 +39,8 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.picture = self.path / "report.png"
         self.trackers = self.path / "trackers.json"
-        self.passes = self.path / "passes.json"  # the size of passes, where memory was full
-        self.measured = self.path / "measured.json"  # by `rlhf-kl doctor`
         self.copies = self.path / ".rlhf-kl.copies"  # the names of copied plugins, with hashes of their contents
-        records = (self.config, self.metrics, self.samples, self.summary, self.passes, self.measured)
+        records = (self.config, self.metrics, self.samples, self.summary)
         self.scale = [self.path / f"scale.{end}" for end in ("json", "html", "png")]  # of `rlhf-kl scale`
         self.files = (*records, self.report, self.picture, self.trackers, *self.scale)
         self.final = self.path / "final"

@@ -1,4 +1,4 @@
-"""What a run writes row by row: `metrics.jsonl`, `samples.jsonl`, TensorBoard, trackers; and the times in a row."""
+"""What a run writes row by row: `metrics.jsonl`, `samples.jsonl`, TensorBoard, trackers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import os
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_jsonable_python
 
@@ -23,8 +22,7 @@ from rlhf_kl.run.folder import EVENTS, RunFolder, write_atomic
 from rlhf_kl.text import read_number
 from rlhf_kl.ui import log
 
-if TYPE_CHECKING:
-    import torch
+HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
 
 # ---- JSON ----
 
@@ -225,49 +223,3 @@ class Views:
             self._running.pop(name, None)
             reason = re.sub(r"://[^/@\s]*@", "://", " ".join(str(error).split()))  # an address may hold a password
             log.warning(f"{name}: {reason}: switched off; metrics.jsonl has every row")
-
-
-# ---- times ----
-
-
-class Clock:
-    """Sums the seconds of blocks and functions by name, until they are read."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Count a block; decorates a function too."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-
-    def read(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
-        seconds, self.seconds = self.seconds, {}
-        return seconds
-
-
-def speed(row: Mapping[str, Any], seconds: float, samples: int, device: torch.device) -> dict[str, float]:
-    """Rates over the whole step by the wall clock: evaluation, logging and checkpoints included."""
-    return {
-        "time/step_s": seconds,
-        "perf/samples_per_s": samples / seconds,
-        "perf/tokens_per_s": samples * row["rollout/response_length"] / seconds,
-        "perf/peak_memory_mb": peak_memory_mb(device),
-    }
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Peak memory in MiB: of the GPU's allocator, else of this process."""
-    if device.type == "cuda":
-        import torch
-
-        return float(torch.cuda.max_memory_allocated(device)) / 2**20
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

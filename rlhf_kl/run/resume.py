@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.config.named import controller_class, plugin_files
+from rlhf_kl.config.named import plugin_files
 from rlhf_kl.config.resolve import config_diff, flat, load_config
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
+from rlhf_kl.control import law_class, option_names
 from rlhf_kl.errors import InputError
-from rlhf_kl.plugins import takes
 from rlhf_kl.run.folder import RunFolder, copy_name
 from rlhf_kl.ui import log
 
@@ -78,7 +78,7 @@ def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:
         return False
     if now.ppo.total_episodes < before.ppo.total_episodes or before.ppo.lr_schedule != "constant":
         return False
-    return not takes(controller_class(before.kl.controller.kind), "total_episodes")
+    return "total_episodes" not in option_names(law_class(before.kl.controller.kind))
 
 
 def plugin_copies(config: AnyConfig) -> dict[str, bytes]:

@@ -7,31 +7,19 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 import torch
-from safetensors import SafetensorError
 
 from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import Ranks
-from rlhf_kl.errors import GuardStop, InputError, Interrupted, MemoryFull, RunFailed
-from rlhf_kl.memory import LESS_MEMORY, memory_for, pass_share
-from rlhf_kl.run.checkpoint import (
-    MOST_SECONDS,
-    Checkpoint,
-    checkpoint_size,
-    checkpoints,
-    interval_seconds,
-    interval_words,
-    prune,
-    save_checkpoint,
-    save_parts,
-    usual_interval,
-)
+from rlhf_kl.errors import GuardStop, InputError, Interrupted
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, save_parts
 from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, lock_run_folder, write_atomic
+from rlhf_kl.run.interval import Interval, checkpoint_size
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
 from rlhf_kl.run.resume import (
     check_config,
@@ -68,8 +56,8 @@ class Run:
         self._inputs: dict[str, Any] = {}  # what `check` compares
         self._sound = True  # whether what is tracked may be saved
         self._started = time.time()
-        self._saved = time.monotonic()  # the last checkpoint, or the beginning
         self._total = 0  # steps of the whole run
+        self.interval: Interval  # between its checkpoints, known when it begins
         self._overwrites = False
         self._lock: IO[str] | None = None
         self._stop = StopRequest(0.0)
@@ -93,17 +81,12 @@ class Run:
             self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
             if resume:
                 self._find_checkpoint()
-            else:  # a start that did not fit left it; this one's passes have their usual size
-                self.folder.passes.unlink(missing_ok=True)
             if self.finished is None:
                 self.folder.check_models()
                 self.folder.check_copies(plugin_copies(self.config))
 
         self._overwrites = overwrite
         self.ranks.run(first if self.ranks.writes else lambda: None)
-        kept = self.folder.passes.read_text(encoding="utf-8") if resume and self.folder.passes.exists() else "1"
-        if pass_share(float(self.ranks.first(kept))) < 1.0:
-            log.info(f"memory was full before: passes have {pass_share():g} of their usual rows")
         self.finished, self.checkpoint = self.ranks.first((self.finished, self.checkpoint))
         if self.checkpoint is not None and self.finished is None:
             self._state = self.checkpoint.state()
@@ -129,12 +112,14 @@ class Run:
             without = "a run without a checkpoint: starting it from its beginning"
             log.info(f"{folder.path} holds {without if folder.config.exists() else 'no run yet: starting one'}")
 
-    def check(self, device: torch.device, fingerprints: Mapping[str, str]) -> None:
+    def check(self, config: AnyConfig, device: torch.device, fingerprints: Mapping[str, str]) -> None:
         """Check what the config only names, seed the libraries, and keep the number of threads.
 
-        `fingerprints`: of models and files, by config key. Errors: InputError if one has changed since the run began.
+        `config`: as it is stored, with nothing left to decide. `fingerprints`: of models and files, by config key.
+        Errors: InputError if one has changed since the run began.
         """
-        same = self.ranks.all((dump_config(self.config), dict(fingerprints)))
+        self.config = config
+        same = self.ranks.all((dump_config(config), dict(fingerprints)))
         if any(each != same[0] for each in same):
             raise InputError("the processes read different configs, models or data")
         before = self._state.get("environment", {})
@@ -181,7 +166,10 @@ class Run:
 
         Nothing is written before, so a run that cannot start leaves the folder free, or the run that it replaces.
         """
-        self._total, self._saved = total, time.monotonic()
+        unit: Literal["updates", "steps"] = "updates" if self.kind == "train" else "steps"
+        size = checkpoint_size(self.tracked["model"], self.tracked["optimizer"])
+        self._total = total
+        self.interval = Interval(self.config.checkpoint.every, size, total, unit, self._state.get("every"))
         self.ranks.run(self._open_files if self.ranks.writes else lambda: None)
         self._stop = self._exits.enter_context(stopping_on_signals(self.config.checkpoint.grace))
         if note := grace_note(self.config.checkpoint.grace):
@@ -221,43 +209,12 @@ class Run:
         """The first step to do."""
         return 1 if self.checkpoint is None else self.checkpoint.step + 1
 
-    @property
-    def _auto(self) -> bool:
-        return self.config.checkpoint.every == "auto"
-
-    @cached_property
-    def _size(self) -> int:
-        return checkpoint_size(self.tracked["model"], self.tracked["optimizer"])
-
-    @cached_property
-    def every(self) -> int:
-        """Steps between two regular checkpoints: the config's, else by the size of one and the length of the run.
-
-        A run that goes on keeps it, also where it becomes longer.
-        """
-        if self.config.checkpoint.every != "auto":
-            return self.config.checkpoint.every
-        usual = usual_interval(self._size, self._total, 5 if self.kind == "train" else 50)
-        return min(usual, int(self._state.get("every", usual)))
-
-    def interval_words(self) -> str:
-        """When checkpoints are written, for the start of the run."""
-        return interval_words(self.every, self._size, "updates" if self.kind == "train" else "steps", auto=self._auto)
-
-    def interval_seconds(self, seconds: float) -> float:
-        """Time between two checkpoints where a step takes so many `seconds`."""
-        return interval_seconds(self.every, seconds, auto=self._auto)
-
-    def is_regular(self, step: int) -> bool:
-        """Whether every run with this config has this checkpoint: no signal and no clock made it."""
-        return step % self.every == 0
-
     def steps(self) -> Iterator[int]:
         """The steps that are left; after each the checkpoint that is due. Errors: Interrupted after a signal."""
         due = False
         for step in range(self.next_step, self._total + 1):
             yield step
-            due = due or self.is_regular(step) or step == self._total
+            due = due or self.interval.is_regular(step) or step == self._total
             if (due or self._needs_checkpoint()) and self._sound:
                 self.save(step)
                 due = False
@@ -267,8 +224,7 @@ class Run:
 
     def _needs_checkpoint(self) -> bool:
         """Whether a rank got a signal, or found that the last checkpoint is too old."""
-        late = self._auto and time.monotonic() - self._saved > MOST_SECONDS
-        return any(self.ranks.all(late or self._stop.signal is not None))
+        return any(self.ranks.all(self.interval.is_late() or self._stop.signal is not None))
 
     def _signalled(self) -> int:
         """The signal that a rank got, else 0."""
@@ -298,7 +254,7 @@ class Run:
             if parts is not None:
                 self.ranks.run(lambda: save_parts(parts, tensors, slots, self.ranks.control))
             self.ranks.run(write if self.ranks.writes else lambda: None)  # all wait until it is complete
-            self._saved = time.monotonic()
+            self.interval.saved()
         finally:
             if parts is not None and self.ranks.writes:
                 shutil.rmtree(parts, ignore_errors=True)
@@ -319,12 +275,12 @@ class Run:
             file.sync()  # a checkpoint never counts rows that are not on the disk
         lengths = {file.path.name: file.size for file in self._files()}
         state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths}
-        state |= {"every": self.every, **self._inputs}
+        state |= {"every": self.interval.every, **self._inputs}
         save_checkpoint(self.folder.checkpoints, step, model, optimizer, state, parts)
         self._prune()
 
     def _prune(self) -> None:
-        prune(self.folder.checkpoints, self.config.checkpoint.keep, every=self.every, spared=self.spared)
+        prune(self.folder.checkpoints, self.config.checkpoint.keep, every=self.interval.every, spared=self.spared)
 
     # ---- the end
 
@@ -368,38 +324,14 @@ class Run:
     def _files(self) -> list[JsonlWriter]:
         return [file for file in (self._rows, self._samples) if file is not None]
 
+    @property
+    def began(self) -> bool:
+        """Whether this process writes its rows already."""
+        return self._rows is not None
+
     def way_on(self) -> str:
         """Where --resume would go on."""
         complete = [each.step for each in checkpoints(self.folder.checkpoints)]
         if not complete:
             return "there is no checkpoint yet: start the command again"
         return f"the checkpoint of step {complete[-1]} is complete: --resume goes on from it"
-
-
-@contextlib.contextmanager
-def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) -> Iterator[Run]:
-    """A run whose folder is locked inside the block. After an error in it, the way on is told.
-
-    Errors: those of `Run.open`; RunFailed in place of a full disk, a broken one and a full memory.
-    """
-    run = Run(config, ranks)
-    try:
-        with memory_for("the run does not fit", LESS_MEMORY):
-            run.open(resume=resume, overwrite=overwrite)
-            yield run
-    except InputError:
-        if run._rows is not None and checkpoints(run.folder.checkpoints):
-            log.warning(f"{run.way_on()}, once the error is fixed")
-        raise
-    except MemoryFull as error:
-        with contextlib.suppress(OSError):
-            write_atomic(run.folder.passes, f"{pass_share() / 2}\n")
-        raise RunFailed(f"{error}; {run.way_on()}. With --resume passes have half the rows") from error
-    except SafetensorError as error:  # it names the disk's error
-        raise RunFailed(f"{run.folder.path}: {error}; {run.way_on()}") from error
-    except OSError as error:
-        if error.errno is None:  # a library's own words, not the system's
-            raise
-        raise RunFailed(f"{error.filename or run.folder.path}: {error.strerror}; {run.way_on()}") from error
-    finally:
-        run.close()

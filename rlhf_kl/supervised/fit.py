@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_kl.config.schema.sections import EpochsSection
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import Event, StepSkipped
-from rlhf_kl.memory import SMALLER_PASS, memory_for, sized
+from rlhf_kl.memory import memory_for, smaller_pass
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.optim import adamw, lr_factor, set_learning_rate
 from rlhf_kl.seeding import shuffled
@@ -63,7 +63,7 @@ class SupervisedTrainer:
         self.optimizer = adamw(self.model, settings.learning_rate, settings.weight_decay)
         self.per_epoch = math.ceil(len(task) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
-        self.rows = sized(settings.microbatch_size)  # of a pass, at most
+        self.rows = settings.microbatch_size  # of a pass, at most
         self.skipped = 0  # steps in a row
         self.events: list[Event] = []  # of the last step
 
@@ -100,7 +100,7 @@ class SupervisedTrainer:
         def accumulate() -> dict[str, float]:
             totals: dict[str, float] = {}
             for group in group_lengths(lengths, most_rows=self.rows, most_tokens=most, overhead=overhead):
-                with memory_for(f"a training pass of {len(group)} rows does not fit", SMALLER_PASS):
+                with memory_for(f"a training pass of {len(group)} rows does not fit", smaller_pass(self.settings.path)):
                     loss, sums = self.task.loss([rows[i] for i in group])
                     (loss / weight).backward()
                 _add(totals, {"train/loss": float(loss.detach()), **sums})

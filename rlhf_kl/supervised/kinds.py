@@ -22,7 +22,6 @@ from rlhf_kl.data.chat import (
 from rlhf_kl.data.rows import Example, Labelled, Pair
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError, blame
-from rlhf_kl.memory import sized
 from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.models.pretrained import check_vocabulary, context_length, eos_ids, save_model, texts_fingerprint
@@ -174,7 +173,7 @@ class ResponseTask(LanguageTask):
     def _summed_loss(self, part: slice) -> float:
         order = sorted(range(part.start, part.stop), key=lambda i: len(self.heldout[i]))
 
-        size, total = sized(self.rows_of_a_pass), 0.0
+        size, total = self.rows_of_a_pass, 0.0
         for start in range(0, len(order), size):
             rows = order[start : start + size]
             texts, starts = [self.heldout[i] for i in rows], [self.heldout_starts[i] for i in rows]

@@ -14,12 +14,12 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.lora import is_adapter
 from rlhf_kl.models.pretrained import save_generation, save_model
 from rlhf_kl.models.value import ActorCritic
-from rlhf_kl.report.card import model_card
-from rlhf_kl.report.outcome import is_update
+from rlhf_kl.monitors.facts import is_update
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import tensors_of
+from rlhf_kl.train.card import model_card
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.setup import Setup
 from rlhf_kl.ui import log

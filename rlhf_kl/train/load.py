@@ -39,8 +39,9 @@ from rlhf_kl.models.value import freeze, frozen_lm
 from rlhf_kl.plugins import is_reference
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, TRLReward
-from rlhf_kl.rewards.scorer import GOLD, REWARD, TERM, Scorer, Scorers
+from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import derive_seed
+from rlhf_kl.types import GOLD, REWARD, TERM
 from rlhf_kl.ui import log
 
 
@@ -79,9 +80,15 @@ class Loader:
         return gguf_folder(found) if found.endswith(GGUF) else found
 
     def tokenizer(self, ref: str, key: str) -> Any:
-        """The tokenizer of a model."""
+        """The tokenizer of a model, without the model; of an adapter that has none, that of its base."""
         with blame(key):
-            return load_tokenizer(self.folder(ref), self.access)
+            return self._tokenizer(self.folder(ref))
+
+    def _tokenizer(self, folder: str) -> Any:
+        if not is_adapter(folder) or _has_tokenizer(folder):
+            return load_tokenizer(folder, self.access)
+        with blame_base(folder):
+            return self._tokenizer(self.folder(adapter_base(folder)))
 
     def language_model(self, ref: str, key: str, *, keep_adapter: bool = False, adapted: bool = False) -> Loaded:
         """The model behind a folder or hub id; an adapter is merged into its base unless `keep_adapter`.
@@ -157,8 +164,7 @@ class Loader:
         return merged, self._tokenizer_of_adapter(folder, tokenizer)
 
     def _tokenizer_of_adapter(self, folder: str, base: Any) -> Any:
-        has_one = (Path(folder) / "tokenizer_config.json").is_file()
-        return load_tokenizer(folder, self.access) if has_one else base
+        return load_tokenizer(folder, self.access) if _has_tokenizer(folder) else base
 
     # ---- scorers
 
@@ -185,6 +191,10 @@ class Loader:
             return self.reward_model(scorer.model, f"{where}.model", scorer)
         plugin = NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
         return _plugin(plugin, section.time_limit)
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return (Path(folder) / "tokenizer_config.json").is_file()
 
 
 def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_kl import ui
+from rlhf_kl.clock import speed
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
@@ -17,6 +18,7 @@ from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.perplexity import TextSums, perplexity_of, text_sums
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
+from rlhf_kl.monitors.facts import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.heldout_samples import (
@@ -30,19 +32,18 @@ from rlhf_kl.ppo.heldout_samples import (
 )
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.ppo.rollout import rows_at_once
-from rlhf_kl.report.card import model_card
-from rlhf_kl.report.outcome import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.run.log import read_jsonl, speed
-from rlhf_kl.run.measured import conditions, measured_before
+from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.run.run import Run
-from rlhf_kl.seeding import library_state_kept, load_library_state
+from rlhf_kl.seeding import library_state_kept
 from rlhf_kl.sharding import held_share, local, unsharded
 from rlhf_kl.text import duration
+from rlhf_kl.train.card import model_card
 from rlhf_kl.train.device import run_device
 from rlhf_kl.train.final import write_final
 from rlhf_kl.train.plan import EvalPlan
+from rlhf_kl.train.resolved import resolve
 from rlhf_kl.train.samples import heldout_rows, sample_rows
 from rlhf_kl.train.setup import Setup, build_setup
 from rlhf_kl.train.shards import shard_models
@@ -58,19 +59,12 @@ def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
     """Train a policy; returns the summary."""
     check_sizes(config, run.ranks.count)
     device = run_device(config.run, group=True)
-    setup = run.ranks.first_before_others(lambda: build_setup(config, device))
-    run.config = config = setup.resolved(config)
-    run.check(device, setup.fingerprints)
+    resolved = run.ranks.first_before_others(lambda: resolve(config))
+    setup = run.ranks.first_before_others(lambda: build_setup(resolved, device))
+    config = resolved.stored
+    run.check(config, device, setup.fingerprints)
     shard_models(config, setup, device)
-    start = run.saved("start")
-    if start is None:
-        under = conditions(config, device, run.ranks.count, setup.fingerprints)
-        if (kept := run.ranks.first(measured_before(run.folder, under))) is not None:
-            log.info("the reference's samples, their scores and the checks of the start are those of doctor")
-            start = kept["start"]
-            setup.scorers.load_state_dict(kept["scorers"])
-            load_library_state(kept["libraries"])
-    training = prepare_training(config, setup, run.ranks, start)
+    training = prepare_training(config, setup, run.ranks, run.saved("start"))
     trainer = training.trainer
     model = checkpointed(trainer.model.modules)
     run.track(start=training, model=model, optimizer=trainer.optimizer, trainer=trainer, scorers=setup.scorers)
@@ -137,7 +131,7 @@ class TrainLoop:
             # A policy with a broken number is no checkpoint.
             self.run.log(row, sound=not any(isinstance(event, UpdateSkipped | WeightsLost) for event in found))
             show(row)
-            if step == self.run.next_step and (between := self.run.interval_seconds(row["time/step_s"])) >= LONG_S:
+            if step == self.run.next_step and (between := self.run.interval.seconds(row["time/step_s"])) >= LONG_S:
                 log.info(f"a checkpoint about every {duration(between)}")
             for note in worded(found, notes=True):
                 log.info(f"update {step}: {note}")
@@ -162,7 +156,7 @@ class TrainLoop:
         with clock.timed("time/update_s"):
             update = trainer.update(step)
         rollout, events = update.rollout, update.events
-        row = update_row(update, config)
+        row = update_row(update, trainer.settings)
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
         if rollout.failures:
@@ -193,7 +187,7 @@ class TrainLoop:
             return reason
         # Regular ones only: others would make a resumed run differ.
         found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
-        good = [c for c in found if self.run.is_regular(c.step)]
+        good = [c for c in found if self.run.interval.is_regular(c.step)]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
             rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
@@ -221,7 +215,7 @@ class TrainLoop:
     def note_best_checkpoint(self, row: dict[str, Any]) -> None:
         """Remember the checkpoint that the row measures, if it is the best, regular or the last, and still there."""
         best = self.monitors.better_checkpoint(row)
-        if best and not self.run.is_regular(best["step"]) and best["step"] < self.config.updates:
+        if best and not self.run.interval.is_regular(best["step"]) and best["step"] < self.config.updates:
             return
         if best and any(c.step == best["step"] for c in checkpoints(self.run.folder.checkpoints)):
             self.monitors.best_checkpoint = best
@@ -262,7 +256,7 @@ class TrainLoop:
             f"{kl.controller.kind} controller: beta {course}"
         )
         log.info(self.training.plan.words(config.updates))
-        log.info(self.run.interval_words())
+        log.info(self.run.interval.words())
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
         for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_kl.ppo.heldout_samples import SHOWN, Samples, from_median, token_rows
-from rlhf_kl.report.texts import HELD_OUT
-from rlhf_kl.rewards.scorer import GOLD, REWARD
-from rlhf_kl.types import Prompts, RolloutBatch
+from rlhf_kl.run.log import HELD_OUT
+from rlhf_kl.types import GOLD, REWARD, Prompts, RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_kl import ui
+from rlhf_kl.clock import Clock
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.control import adjusts
 from rlhf_kl.distributed import Ranks
@@ -27,17 +28,17 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import draw, measure, response_layout, rows_at_once, sample
+from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.run.log import Clock
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.shell import shell_command
 from rlhf_kl.train.device import LAUNCH
 from rlhf_kl.train.plan import EvalPlan, plan_evaluations
-from rlhf_kl.train.setup import Setup, build_trainer
+from rlhf_kl.train.setup import Setup
+from rlhf_kl.train.trainer import build_trainer
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 
@@ -82,9 +83,11 @@ def prepare_training(
         coef, before = saved["coef"], EvalPlan(**saved["plan"])
     plan, clock = plan_evaluations(config, setup, scores, before), Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
+    solved = None
     with contextlib.suppress(InputError):
         solved = solved_coef(config, scores)
-        trainer.controller.solved = (solved.coef, solved.known) if solved.known else None
+    if solved is not None and solved.known:
+        trainer.controller.know_solved(solved.coef, solved.known)
     setup.scorers.state_dict()  # fails now, not at the first checkpoint
     return Training(trainer, scores, shaping, coef, plan, clock)
 
@@ -136,12 +139,12 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
         return False
 
     with ui.progress("sampling the reference", config.reference_samples // ranks.count) as advance:
-        for samples, complete in sample_references(config, setup, ranks, advance):
+        for samples, complete in sample_references(config, setup, shaping, ranks, advance):
             if complete and not len(samples.scores):
                 raise InputError("reward: returned None for all reference samples")
             if samples.spread and (complete or are_enough(samples)):
                 break
-    empty = float((samples.traits.lengths <= 1).float().mean())
+    empty = float((samples.lengths <= 1).float().mean())
     if empty > MANY_EMPTY:
         log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
     for failure in samples.failures[:1]:
@@ -150,7 +153,7 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
 
 
 def sample_references(
-    config: TrainConfig, setup: Setup, ranks: Ranks, advance: ui.Advance
+    config: TrainConfig, setup: Setup, shaping: ScoreShaping, ranks: Ranks, advance: ui.Advance
 ) -> Iterator[tuple[ReferenceSamples, bool]]:
     """All samples so far after each round, and whether they are `rollout.reference_samples`, or a multiple of it."""
     drawn = list[ReferenceSamples]()
@@ -164,7 +167,7 @@ def sample_references(
                 yield responses, sampled
                 advance(len(responses.texts))
 
-        return score_samples(batches(), [groups[i] for i in mine], setup.scorers)
+        return score_samples(batches(), [groups[i] for i in mine], setup.scorers, shaping)
 
     for number in range(PLANS):
         groups = sample_prompts(len(setup.prompts), config.reference_samples, seed, number)
@@ -180,7 +183,7 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
     prompts = checked_prompts(setup.prompts)
     sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
     noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
-    sampled = draw(setup.policy, prompts, noise, sampling)
+    sampled = setup.policy.sample(prompts, noise, sampling)
     layout = response_layout(prompts, sampled)
     plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)

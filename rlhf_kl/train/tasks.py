@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rlhf_kl.config.named import check_named
 from rlhf_kl.config.schema import RewardModelConfig, SFTConfig
-from rlhf_kl.data import sets
 from rlhf_kl.data.chat import plain_text
-from rlhf_kl.data.sets import drawn
 from rlhf_kl.errors import blame
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import CLASSIFIER
@@ -18,28 +15,35 @@ from rlhf_kl.rewards.model import RewardModel, TextFormat
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.supervised.fit import Task
 from rlhf_kl.supervised.kinds import LabelTask, PairTask, ResponseTask, TextTask
+from rlhf_kl.train import sets
 from rlhf_kl.train.load import Loader, base_name, tuned
+from rlhf_kl.train.sets import drawn
 
 
-def build_task(config: SFTConfig | RewardModelConfig, loader: Loader, files: Callable[..., Any]) -> Task:
-    """The data and the model of a config; `files`: `with_files`. Errors: InputError for what cannot be used."""
+def build_task(config: SFTConfig | RewardModelConfig, loader: Loader) -> Task:
+    """The data and the model of a config `with_files`. Errors: InputError for what cannot be used."""
     check_named(config, download=True)
-    data = files(config, ("data",)).data
     if isinstance(config, RewardModelConfig):
-        rows = sets.pairs(data) if data.labels is None else sets.labelled(data)
-        return build_reward_task(files(config), loader, *rows)
-    most = config.eval.max_documents
+        rows = sets.pairs(config.data) if config.data.labels is None else sets.labelled(config.data)
+        return build_reward_task(config, loader, *rows)
+    data, most = config.data, config.eval.max_documents
     if data.response_column is None:
         texts, heldout = sets.documents(data)
-        model, tokenizer = build_model(files(config), loader, texts)
+        model, tokenizer = build_model(config, loader, texts)
         return TextTask(LM(model, loader.dtype), tokenizer, texts, drawn(heldout, most))
     examples, kept = sets.examples(data)
     texts = [plain_text(example.prompt) + example.response for example in examples]
-    model, tokenizer = build_model(files(config), loader, texts)
-    form = {"chat": data.chat_template, "system": data.system, "options": data.chat_options}
-    each_pass = config.sft.microbatch_size
-    lm = LM(model, loader.dtype)
-    return ResponseTask(lm, tokenizer, examples, drawn(kept, most), **form, rows_of_a_pass=each_pass)
+    model, tokenizer = build_model(config, loader, texts)
+    return ResponseTask(
+        LM(model, loader.dtype),
+        tokenizer,
+        examples,
+        drawn(kept, most),
+        chat=data.chat_template,
+        system=data.system,
+        options=data.chat_options,
+        rows_of_a_pass=config.sft.microbatch_size,
+    )
 
 
 def build_model(config: SFTConfig, loader: Loader, texts: list[str]) -> tuple[Any, Any]:

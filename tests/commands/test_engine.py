@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_an_engine_samples_from_the_policy_as_it_is_now(new_model: Make, prompts
     model = new_model()
     policy = LM(add_adapter(model, r=2, alpha=4.0, target_modules=None, ref="base", seed=1) if adapter else model)
     engine, asked, noise = VLLM(policy, 20, {}), prompts_of("ab", "c", "dddd").ids, uniforms(3, 8, 0, "x")
-    with pytest.raises(InputError, match=r"^rollout.engine: vllm, with these engine_options: unexpected option 'non"):
+    with pytest.raises(InputError, match=r"^rollout\.engine: vllm, .*'non"):
         VLLM(policy, 20, {"nonsense": 1})
     before = engine.sample(asked, noise, SAMPLING)
     assert engine.sample(asked, noise, Sampling(8, 3.0, [-1], 0)).mask.all()  # no token ends
@@ -115,19 +116,20 @@ def test_a_run_with_an_engine_goes_on_after_its_failure(
         return generate(self, *arguments, **options)
 
     monkeypatch.setattr(PlainLLM, "generate", failing)
-    with pytest.raises(EngineFailed, match=r"^rollout.engine: vllm: no blocks are left; the checkpoint of step 3 is"):
+    with pytest.raises(EngineFailed, match=r"^rollout\.engine: vllm: no .* step 3 "):
         train(tmp_path / "run", "rollout.engine=vllm")
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == 3
     train(tmp_path / "run", "rollout.engine=vllm", resume=True)
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
     count[0] = 3
     last = run_doctor(load_config("train", tmp_path / "run" / "config.yaml", ["rollout.engine=vllm"]))[-1]
-    assert (last.level, last.text) == ("fatal", "rollout.engine: vllm: no blocks are left")
+    assert last.level == "fatal"
+    assert re.match("rollout.engine: .*no blocks", last.text)
 
 
 def test_an_engine_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     require_engine("vllm")
     monkeypatch.setattr("rlhf_kl.models.engine.find_spec", lambda _: None)
     require_engine(None)
-    with pytest.raises(InputError, match=r"rollout.engine: vllm is not installed: pip install 'rlhf-kl\[vllm\]'"):
+    with pytest.raises(InputError, match=r"^rollout\.engine: .*pip install 'rlhf-kl\[vllm\]'"):
         require_engine("vllm")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -96,11 +97,9 @@ def test_a_single_held_out_prompt_tells_no_error(tiny_run: Path) -> None:
     assert last["eval/perplexity_stderr"] == pytest.approx(found["standard_errors"]["perplexity"], rel=1e-4)
     assert last["eval/scores_stderr"] is last["eval/kl_token_stderr"] is None
     table = " ".join(_table(found).split())
-    assert table.endswith(
-        "prompt tells no error. KL in nats. Forgetting: KL of the reference to the policy, per token."
-    )
     several = " ".join(_table(found | {"prompts": 2}).split())
-    assert "±: one standard error over the prompts and documents. KL" in several
+    assert "tells no error" in table
+    assert "tells no error" not in several
 
 
 def test_a_checkpoint_is_the_policy_after_its_update(tiny_run: Path, tmp_path: Path) -> None:
@@ -121,4 +120,4 @@ def test_an_unfinished_run_is_its_newest_checkpoint_and_may_have_another_referen
     assert evaluate(run=copy) == evaluate(run=tiny_run)
     assert evaluate(run=copy, reference=str(tmp_path / "other"))["kl_token"] > 0.01
     shutil.rmtree(copy / "checkpoints")
-    assert "neither a final model nor a checkpoint" in problem(run=copy)
+    assert re.search(f"{copy} .*checkpoint", problem(run=copy))

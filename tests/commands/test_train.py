@@ -93,7 +93,7 @@ def test_a_policy_that_disagrees_with_its_rollout_is_found_behind_a_critics_warm
         return head._replace(logits=lambda hidden: head.logits(hidden) * (1.05 if torch.is_grad_enabled() else 1.0))
 
     monkeypatch.setattr(LM, "head", drifting)
-    with pytest.raises(GuardStop, match=r"step 2: before the policy's first optimizer step a log-prob differs by 0\."):
+    with pytest.raises(GuardStop, match=r"step 2: .* log-prob .* 0\."):
         train(tmp_path / "run", "ppo.value_warmup=2")
 
 

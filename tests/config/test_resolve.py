@@ -149,69 +149,73 @@ tracking: {tensorboard: off}
 data: {prompts: missing.jsonl}
 reward: {kind: nowhere.py:f}
 """
-    assert set(problems(text, write, "foo", "kl.traget=1")) == {
-        "--set 'foo': write section.key=value",
-        "kl.traget: unknown key; did you mean kl.target?",
-        "run.seed must be greater than or equal to 0: -1",
-        "run.device must be auto, cpu, cuda, cuda:N or mps: 'gpu'",
-        "ppo.lerning_rate: unknown key; did you mean ppo.learning_rate?",
-        "ppo.gamma must be less than or equal to 1: 1.5",
-        "ppo.epochs must be a whole number: 2.5",
-        "kl.target must be greater than 0 or 'conservative', 'moderate' or 'aggressive': -0.1",
-        "kl.estimator must be 'exact' where kl.placement is rao_blackwell: 'k1'",
-        "kl.controller.kind: unknown name 'pdi'; did you mean pid? (or write file.py:Class or module:Class)",
-        "tracking.tensorboard must be true or false: 'off'",
-        f"data.prompts: no such file: missing.jsonl (looked in {Path.cwd()})",
-        "ppo.minibatch_size must divide rollout.batch_size (64): 48",
-        f"reward.kind: no such file: nowhere.py (looked in {Path.cwd()})",
+    expected = {
+        "--set": "'foo'",
+        "kl.traget": "kl.target?",
+        "run.seed": "0: -1",
+        "run.device": "'gpu'",
+        "ppo.lerning_rate": "ppo.learning_rate?",
+        "ppo.gamma": "1: 1.5",
+        "ppo.epochs": "2.5",
+        "kl.target": "-0.1",
+        "kl.estimator": "'k1'",
+        "kl.controller.kind": "pid?",
+        "tracking.tensorboard": "'off'",
+        "data.prompts": f"missing.jsonl (looked in {Path.cwd()})",
+        "ppo.minibatch_size": "rollout.batch_size (64): 48",
+        "reward.kind": f"nowhere.py (looked in {Path.cwd()})",
     }
+    lines = {re.split(r"[ :]", line)[0]: line for line in problems(text, write, "foo", "kl.traget=1")}
+    assert lines.keys() == expected.keys()
+    assert [key for key, words in expected.items() if words not in lines[key]] == []
 
 
 TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "key", "words"),
     [
         # There is no line about a default that stands in for a wrong value.
-        ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target must be a number or 'conservative'"),
-        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size must be a whole number"),
-        (TERMS % "normalise", "reward.normalise: unknown key; did you mean reward.normalize?"),
+        ("kl: {target: x, ceiling: {value: 0.05}}", "kl.target", "'conservative'"),
+        ("ppo: {minibatch_size: x}\nrollout: {batch_size: 48}", "ppo.minibatch_size", "whole number"),
+        (TERMS % "normalise", "reward.normalise", "reward.normalize?"),
         # values
-        ("eval:", "eval must be a mapping: null"),
-        ("run: {name: ../x}", "run.name must be a plain folder name: '../x'"),
-        ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp: nan does not fit"),
-        ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller: coef 50 is outside"),
-        ("kl: {controller: {kind: threshold, low: 2}}", "kl.controller: low 2 must be below high 1.5"),
-        ("kl: {controller: {kind: adaptive, coef: 0}}", "kl.controller.coef must be above 0"),
-        ("kl: {controller: {kind: pdi, kp: 1}}", "kl.controller.kind: unknown name 'pdi'; did you mean pid?"),
-        ("reward: {interface: trl}", "reward.interface is only read where reward.kind is a function: 'trl'"),
-        ("policy: {model: builtin:reviws}", "policy.model: builtin:reviws: no such built-in world"),
+        ("eval:", "eval", ": null"),
+        ("run: {name: ../x}", "run.name", "'../x'"),
+        ("kl: {controller: {kind: pid, kp: .nan}}", "kl.controller.kp", "nan"),
+        ("kl: {controller: {kind: pid, coef: 50, max_coef: 10}}", "kl.controller", "coef 50"),
+        ("kl: {controller: {kind: threshold, low: 2}}", "kl.controller", "high 1.5"),
+        ("kl: {controller: {kind: adaptive, coef: 0}}", "kl.controller.coef", "above 0"),
+        ("kl: {controller: {kind: pdi, kp: 1}}", "kl.controller.kind", " pid?"),
+        ("reward: {interface: trl}", "reward.interface", "'trl'"),
+        ("policy: {model: builtin:reviws}", "policy.model", "builtin:reviws"),
         # keys that do not agree
-        ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value must be above kl.target (0.1): 0.5x"),
-        ("kl: {ceiling: {value: x}}", "kl.ceiling.value must be a number or a multiple such as 1.5x: 'x'"),
-        ("kl: {target: moderate, unit: sequence}", "kl.target must be a number where kl.unit is sequence: 'moderate'"),
-        ("reward: {kind: sum}", "reward.terms must name at least one scorer where reward.kind is sum"),
-        (TERMS % "label", "reward.label is only read where reward.kind is model: 'x'"),
-        ("data: {chat_template: false, system: c}", "data.system is only read where data.chat_template is true"),
+        ("kl: {ceiling: {value: 0.5x}}", "kl.ceiling.value", "kl.target (0.1): 0.5x"),
+        ("kl: {ceiling: {value: x}}", "kl.ceiling.value", "1.5x: 'x'"),
+        ("kl: {target: moderate, unit: sequence}", "kl.target", "'moderate'"),
+        ("reward: {kind: sum}", "reward.terms", "reward.kind"),
+        (TERMS % "label", "reward.label", "reward.kind"),
+        ("data: {chat_template: false, system: c}", "data.system", "data.chat_template"),
     ],
 )  # fmt: skip
-def test_a_problem_names_the_key_the_value_and_the_expected_one(write: Write, text: str, line: str) -> None:
-    [found] = problems(text + "\n", write)
-    assert found.startswith(line)
+def test_a_problem_names_the_key_the_value_and_the_expected_one(write: Write, text: str, key: str, words: str) -> None:
+    [line] = problems(text + "\n", write)
+    found, _, rest = re.match(r"([\w.]+)([ :])(.*)", line).groups()  # type: ignore[union-attr]
+    assert found == key
+    assert words in rest
 
 
 def test_a_config_of_another_command_is_refused(write: Write) -> None:
-    with pytest.raises(InputError, match="config for `rlhf-kl train`, not for `rlhf-kl sft`"):
+    with pytest.raises(InputError, match="`rlhf-kl train`"):
         load_config("sft", "ppo_adaptive.yaml")
     with pytest.raises(InputError, match="config for `rlhf-kl reward-model`"):
         load_config("train", "reward_reviews.yaml")
     assert "rlhf-kl compare" in problems("base: x.yaml\nvariants: {}\n", write)[0]
     text = "sft: {batch_size: 10, microbatch_size: 4}\npolicy: {architecture: {heads: 5}}\n"
-    assert set(problems(text, write, kind="sft")) == {
-        "sft.microbatch_size must divide sft.batch_size (10): 4",
-        "policy.architecture.heads must divide policy.architecture.hidden_size (144): 5",
-    }
+    size, heads = sorted(problems(text, write, kind="sft"), reverse=True)
+    assert re.match(r"sft\.microbatch_size .* sft\.batch_size \(10\): 4$", size)
+    assert re.match(r"policy\.architecture\.heads .* policy\.architecture\.hidden_size \(144\): 5$", heads)
 
 
 @pytest.mark.parametrize("model", MODELS.values())
@@ -252,11 +256,11 @@ def test_all_that_is_missing_is_listed_at_once(write: Write) -> None:
     assert {line.split()[0] for line in problems("extends: ppo_model.yaml", write)} == set(NAMED)
     terms = {"reward.model": "reward: {kind: sum, terms: {a: {weight: 2.0}}}"}
     (line,) = problems("\n".join((NAMED | terms).values()), write)
-    assert line.startswith("reward.terms.a.model is missing")
+    assert line.startswith("reward.terms.a.model ")
     (line,) = problems("policy: {model: owner/m}\nsft: {}\n", write, kind="sft")
-    assert line.startswith("data.texts is missing: texts to train on")
+    assert line.startswith("data.texts ")
     (line,) = problems("policy: {model: owner/m}\nreward_model: {}\n", write, kind="reward-model")
-    assert line.startswith("data.pairs must be given if there are no data.labels")
+    assert re.match(r"data\.pairs .*data\.labels", line)
 
 
 def test_a_built_in_policy_brings_its_own_world(write: Write) -> None:

@@ -7,19 +7,20 @@ import json
 import math
 from collections import deque
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_kl.control import (
-    BOUNDS,
     CONTROLLER_PROVIDED,
     CONTROLLERS,
     FixedKL,
-    KLController,
+    Guard,
+    Law,
     ThresholdKL,
     ZieglerKL,
-    as_controller,
     build_controller,
 )
 from rlhf_kl.errors import InputError
@@ -49,7 +50,7 @@ def test_coef_never_leaves_its_bounds(kind, steps):
         move = None if kl is None or after is None or uncut is None else (kl, after, uncut)
         events = control.step(kl, 64, move)
         assert 0.0 < control.min_coef <= control.beta <= control.max_coef
-        assert control.coef == control.beta
+        assert control.law.coef == control.beta
         if kl is None or not math.isfinite(kl):
             assert control.beta == before
             assert [type(event) for event in events] == [KLNotFinite]
@@ -63,7 +64,7 @@ def test_saved_state_has_the_same_future(kind):
     first, second = built(kind), built(kind)
     for step, kl in enumerate(past):
         first.step(kl, 64, (kl, 0.9 * kl, kl) if step % 2 else None)  # some updates are observed, others not
-    first.observe_update(0.07, 0.08, 0.1)  # not used yet: belongs to the state as well
+    first.law.observe_update(0.07, 0.08, 0.1)  # not used yet: belongs to the state as well
     second.restore(json.loads(json.dumps(first.save(), allow_nan=False)))
     for kl in future:
         assert second.beta == first.beta
@@ -90,7 +91,7 @@ class Scripted:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -0.1])
 def test_a_plugin_that_breaks_its_coef_is_put_back(bad):
-    control = as_controller(Scripted(0.2, bad, 0.3))
+    control = Guard(Scripted(0.2, bad, 0.3))
     assert not control.step(0.1, 64)
     assert isinstance(control.step(0.7, 64)[0], CoefNotFinite)
     assert control.beta == control.law.coef == 0.2
@@ -98,7 +99,7 @@ def test_a_plugin_that_breaks_its_coef_is_put_back(bad):
 
 
 def test_a_coef_that_is_put_back_after_a_rollback_counts_it_once():
-    control = as_controller(Scripted(0.2, math.nan))
+    control = Guard(Scripted(0.2, math.nan))
     control.step(0.1, 64)
     control.raise_beta(2.0)
     control.step(0.1, 64)
@@ -108,12 +109,12 @@ def test_a_coef_that_is_put_back_after_a_rollback_counts_it_once():
 def test_state_that_cannot_be_saved_is_named_at_the_start():
     plugin = Scripted(0.2)
     plugin.lock = object()
-    assert as_controller(plugin).start_events(60, 64) == [ControllerState("lock")]
-    assert not as_controller(Scripted(0.2)).start_events(60, 64)
+    assert Guard(plugin).start_events(60, 64) == [ControllerState("lock")]
+    assert not Guard(Scripted(0.2)).start_events(60, 64)
 
 
 def test_a_subclass_needs_only_update():
-    class Doubling(KLController):
+    class Doubling(Law):
         def update(self, kl, episodes):
             self.coef *= 2.0
 
@@ -142,7 +143,7 @@ class Watches:
 
 def test_a_law_is_shown_an_update_that_was_measured_and_may_keep_its_coef_to_itself():
     law = Watches()
-    control = as_controller(law)
+    control = Guard(law)
     for move in (None, (0.1, math.nan, 0.2), (0.1, 0.2, 0.3)):
         assert not control.step(0.1, 64, move)
     assert law.seen == [(0.1, 0.2, 0.3)]
@@ -174,7 +175,7 @@ def test_a_rollback_raises_within_the_bounds():
 
 
 def test_beta_zero_is_for_constant_controllers():
-    control = as_controller(FixedKL(coef=0.0))
+    control = Guard(FixedKL(coef=0.0))
     assert not control.step(5.0, 64)
     assert control.beta == 0.0
     assert not control.adjusts
@@ -191,12 +192,114 @@ def test_beta_zero_is_for_constant_controllers():
 )
 def test_bounds_that_make_no_sense_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
-        as_controller(Scripted(), **options)
+        Guard(Scripted(), **options)
 
 
-def test_an_object_without_update_is_refused():
+def test_an_object_without_update_or_beta_is_refused():
     with pytest.raises(ValueError, match="update"):
-        as_controller(object())
+        Guard(object())
+    with pytest.raises(ValueError, match="coef, kl_coef, beta, value"):
+        Guard(Doubles("price"))
+
+
+# ---- classes that say what beta is in another way
+
+
+class Doubles:
+    """Its beta is in an attribute of this name, and `update` returns `answer`."""
+
+    def __init__(self, name, start=0.2, answer=None):
+        self.name, self.answer = name, answer
+        setattr(self, name, start)
+
+    def update(self, kl):
+        setattr(self, self.name, 2.0 * getattr(self, self.name))
+        return self.answer
+
+
+@pytest.mark.parametrize("name", ["coef", "kl_coef", "beta", "value"])
+@pytest.mark.parametrize("answer", [None, True, "0.9", (0.9,), np.array([0.9, 0.8])])
+def test_an_attribute_holds_beta_where_update_returns_no_number(name, answer):
+    control = Guard(Doubles(name, answer=answer), max_coef=1.0)
+    betas = [control.step(0.1, 64) or control.beta for _ in range(3)]
+    assert betas == [0.4, 0.8, 1.0]
+    assert getattr(control.law, name) == 1.0  # it goes on from the bound
+    again = Guard(Doubles(name))
+    again.restore(json.loads(json.dumps(control.save())))
+    assert again.beta == getattr(again.law, name) == 1.0
+
+
+@pytest.mark.parametrize("answer", [0.7, np.float32(0.7), np.array(0.7), 0.7 * torch.ones(())])
+@pytest.mark.parametrize("name", ["coef", "price"])
+def test_a_number_that_update_returns_is_beta(name, answer):
+    control = Guard(Doubles(name, answer=answer), start=0.2)
+    assert control.beta == 0.2
+    assert not control.step(0.1, 64)
+    assert control.beta == pytest.approx(0.7)
+    assert isinstance(control.beta, float)
+    assert control.raise_beta(2.0)
+    control.step(0.1, 64)
+    assert control.beta == pytest.approx(1.4)
+
+
+def test_a_beta_that_only_update_tells_starts_as_the_run_says_and_is_put_back():
+    class Private:
+        def __init__(self, kl_coef, target_kl):
+            self._price, self.goal = kl_coef, target_kl
+
+        def update(self, kl):
+            self._price *= math.nan if kl > 1.0 else 1.5 if kl > self.goal else 1 / 1.5
+            return self._price
+
+    control = build_controller(Private, {}, **RUN)
+    assert (control.beta, control.bounds) == (0.3, (pytest.approx(3e-4), pytest.approx(300.0)))
+    control.step(0.3, 64)
+    assert isinstance(control.step(2.0, 64)[0], CoefNotFinite)
+    control.step(0.1, 64)
+    assert control.beta == pytest.approx(0.3)
+    again = build_controller(Private, {"coef": 0.5, "target": 0.1}, **RUN)
+    assert (again.beta, again.law.goal) == (0.5, 0.1)
+    again.restore(json.loads(json.dumps(control.save())))
+    again.step(0.1, 64)
+    assert again.beta == pytest.approx(0.2)
+
+
+def test_an_update_that_leaves_no_beta_ends_the_run():
+    class Loses:
+        coef = 0.1
+
+        def update(self, kl, episodes):
+            self.coef = None
+
+    with pytest.raises(InputError, match=r"Loses\.update returned NoneType"):
+        Guard(Loses()).step(0.1, 64)
+
+
+def test_attributes_with_the_names_of_optional_methods_are_left_alone():
+    law = Scripted(0.2)
+    law.scale, law.observe_rate, law.state_dict = 2.0, 0.5, None
+    control = Guard(law)
+    control.change_rate(0.5)
+    assert not control.step(0.1, 64)
+    assert (control.distance_kept(), control.beta, law.scale) == (1.0, 0.2, 2.0)
+
+
+def test_a_law_is_told_what_the_run_knows():
+    class Asks(Scripted):
+        told = ()
+
+        def observe_solved(self, coef, share):
+            self.told += ((coef, share),)
+
+        def observe_progress(self, rises):
+            self.told += (rises,)
+
+    control = Guard(Asks(0.2, 0.3))
+    control.know_solved(0.4, 0.5)
+    control.step(0.1, 64)
+    control.step(0.1, 64, progress=False)
+    assert control.law.told == ((0.4, 0.5), True, False)
+    Guard(Scripted(0.2)).know_solved(0.4, 0.5)  # another need not have the methods
 
 
 @pytest.mark.parametrize(
@@ -243,12 +346,12 @@ def test_a_class_gets_the_values_that_it_takes():
     assert recorder.options == {"gain": 2, "target": 0.2, "total_episodes": 640, "batch_size": 64}
     assert build_controller(CountsEpisodes, {}, **RUN).law.sizes == (640, 64)
     provided = inspect.getfullargspec(build_controller).kwonlyargs
-    assert set(provided) == CONTROLLER_PROVIDED - BOUNDS
+    assert {*provided} - {"where"} == {*CONTROLLER_PROVIDED} - {"min_coef", "max_coef"}
 
 
 def test_written_options_win_and_unknown_values_are_left_out():
-    assert build_controller(Recorder, {"coef": 0.7}, **RUN).coef == 0.7
-    threshold = build_controller(ThresholdKL, {})
+    assert build_controller(Recorder, {"coef": 0.7}, **RUN).beta == 0.7
+    threshold = build_controller(ThresholdKL, {}).law
     assert (threshold.coef, threshold.target) == (0.1, 0.02)
 
 
@@ -265,7 +368,7 @@ def test_written_options_win_and_unknown_values_are_left_out():
     ],
 )
 def test_an_automatic_coef_is_moved_inside_the_bounds(kind, options, started):
-    assert build_controller(kind, options, **RUN | {"coef": 9.0}).coef == started
+    assert build_controller(kind, options, **RUN | {"coef": 9.0}).beta == started
 
 
 def test_a_written_coef_outside_of_the_bounds_is_refused():
@@ -292,10 +395,10 @@ def test_an_automatic_coef_that_the_bounds_move_is_told_at_the_start():
 
 
 def test_names_and_synonyms():
-    with pytest.raises(ValueError, match=r"'adaptve'; available: adaptive, .*, ziegler"):
+    with pytest.raises(ValueError, match=r"'adaptve'; did you mean adaptive"):
         build_controller("adaptve", {})
-    assert isinstance(build_controller("proportional", {"horizon": 9}), ZieglerKL)
-    assert isinstance(build_controller("static", {}), FixedKL)
+    assert isinstance(build_controller("proportional", {"horizon": 9}).law, ZieglerKL)
+    assert isinstance(build_controller("static", {}).law, FixedKL)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, math.inf])
@@ -308,5 +411,5 @@ def test_a_share_of_the_distance_is_from_0_to_1(share: float) -> None:
         def scale(self) -> float:
             return share
 
-    with pytest.raises(InputError, match=r"Scales\.scale returned .*: it must be from 0 to 1"):
-        as_controller(Scales()).distance_kept()
+    with pytest.raises(InputError, match=r"Scales\.scale returned "):
+        Guard(Scales()).distance_kept()

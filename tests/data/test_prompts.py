@@ -10,10 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.chat import chat_exchange, opening, plain_text, without_opening
-from rlhf_kl.data.prompts import PromptStream, prepare_prompts, resolved_form
+from rlhf_kl.data.prepare import prepare_prompts
+from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow
+from rlhf_kl.train.resolved import decided_chat
 from rlhf_kl.types import Prompt, Prompts
-from tests.made import Make, problem
+from tests.made import Make, numbers, problem
 
 TEXTS = ["a", "ab", "abc", "abcd", "b", "bb", "bbb"]
 
@@ -39,21 +41,23 @@ def test_a_batch_depends_on_seed_and_step_alone(stream: Make) -> None:
 
 
 def prepare(prompts: Sequence[Prompt], tokenizer: Any, room: int | None, **form: Any) -> tuple[Prompts, str]:
+    """`form`: as in a config's `data`."""
+    chat, options = form.pop("chat_template", False), form.pop("chat_options", {})
     rows = [PromptRow(plain_text(each), {}, () if isinstance(each, str) else each) for each in prompts]
-    return prepare_prompts(rows, tokenizer, room, PromptsSection(prompts="p.jsonl", **form))
+    return prepare_prompts(rows, tokenizer, room, chat=chat, options=options, **form)
 
 
 def test_prompts_that_cannot_be_answered_are_left_out_and_counted(letters: Any) -> None:
     prompts, note = prepare(["ab", "", "abcd", " \n", "abc"], letters, 4)
     assert prompts.texts == ["ab", "abc"]
     assert prompts.ids == [[1, 3, 4], [1, 3, 4, 5]]
-    assert note.startswith("3 of 5 prompts left out: 2 empty, 1 longer than the 4 tokens")
+    assert numbers(note)[:5] == [3, 5, 2, 1, 4]  # of five; empty; longer than the four tokens
     assert prepare(["ab", "abc"], letters, 4)[1] == ""
     assert prepare(["ab" * 99], letters, None)[1] == ""
 
 
 def test_where_none_is_left_the_reasons_are_given(letters: Any) -> None:
-    assert "none of 3 prompts can be used: 1 empty, 2 longer" in problem(prepare, ["", "abcd", "abcde"], letters, 4)
+    assert numbers(problem(prepare, ["", "abcd", "abcde"], letters, 4))[:3] == [3, 1, 2]
     assert "rollout.max_new_tokens" in problem(prepare, ["ab"], letters, 0)
 
 
@@ -64,8 +68,8 @@ def test_prompts_of_which_the_tokenizer_makes_no_tokens() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
     prompts, note = prepare(["ab", "\u6587", "<bos>"], tokenizer, None)
     assert prompts.ids == [[0, 2, 3], [0]]  # a bos that is written is a prompt
-    assert note == "1 of 3 prompts left out: 1 of which the policy's tokenizer makes no tokens"
-    assert "none of 2 prompts can be used: 2 of which the policy's" in problem(prepare, ["\u6587", "-"], tokenizer, 9)
+    assert numbers(note) == [1, 3, 1]
+    assert numbers(problem(prepare, ["\u6587", "-"], tokenizer, 9)) == [2, 2]
 
 
 def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
@@ -95,14 +99,16 @@ def test_auto_uses_the_template_for_conversations_where_there_is_one(letters: An
     several = PromptRow("abc", {}, (("user", "a"), ("assistant", "b"), ("user", "c")))
     plain, turn = [1, 3, 4], [3, 4, 2, 6]
     form, system = (PromptsSection(prompts="p.jsonl", system=system) for system in (None, "c"))
-    assert prepare_prompts([talk, text], chatty, 20, form)[0].ids == [turn, turn]
-    assert prepare_prompts([text], chatty, 20, form)[0].ids == [plain]
+    assert decided_chat(form, [talk, text], chatty)
+    assert prepare_prompts([talk, text], chatty, 20, chat=True)[0].ids == [turn, turn]
+    assert not decided_chat(form, [text], chatty)
     never = form.model_copy(update={"chat_template": False})
-    assert prepare_prompts([talk], chatty, 20, never)[0].ids == [plain]
-    prompts, note = prepare_prompts([talk, several], letters, 20, form)
-    assert (prompts.ids, note) == ([plain], "1 of 2 prompts left out: 1 of several turns without a chat template")
-    assert resolved_form(system, [talk], chatty).chat_template is True
-    assert "data.system is only read where" in problem(resolved_form, system, [talk], letters)
+    assert not decided_chat(never, [talk], chatty)
+    assert not decided_chat(form, [talk, several], letters)
+    prompts, note = prepare_prompts([talk, several], letters, 20, chat=False)
+    assert (prompts.ids, numbers(note)) == ([plain], [1, 2, 1])
+    assert decided_chat(system, [talk], chatty)
+    assert "data.system" in problem(decided_chat, system, [talk], letters)
 
 
 def test_variables_of_a_chat_template(letters: Any) -> None:
@@ -140,11 +146,8 @@ REFUSES = "{{ raise_exception('a role') }}"
         (TURN, "developer"),
         ("{% if m['role'] == 'developer' %}" + REFUSES + "{% endif %}" + TURN, "system"),
         ("{% if m['role'] in ('system', 'user', 'assistant') %}" + TURN + "{% endif %}", "system"),
-        (
-            "{% if m['role'] in ('user', 'assistant') %}" + TURN + "{% endif %}",
-            "it leaves out the message of a developer or system",
-        ),
-        ("{% if m['role'] not in ('user', 'assistant') %}" + REFUSES + "{% endif %}" + TURN, "TemplateError: a role"),
+        ("{% if m['role'] in ('user', 'assistant') %}" + TURN + "{% endif %}", "developer or system"),
+        ("{% if m['role'] not in ('user', 'assistant') %}" + REFUSES + "{% endif %}" + TURN, "a role"),
     ],
 )
 def test_a_developer_message_is_the_systems_where_the_template_does_not_write_it(
@@ -165,9 +168,10 @@ def test_a_system_message_that_the_template_leaves_out_is_told(letters: Any) -> 
     """Of the config, or of a conversation: else the policy would be asked without it."""
     chatty = copy.deepcopy(letters)
     chatty.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
-    left_out = "chat template: it leaves out the message of a system"
-    assert problem(prepare, [(("system", "a"), ("user", "b"))], chatty, None, chat_template=True) == left_out
-    assert problem(prepare, ["b"], chatty, None, chat_template=True, system="a") == left_out
+    told = problem(prepare, ["b"], chatty, None, chat_template=True, system="a")
+    assert told.startswith("chat template: ")
+    assert told.endswith("system")
+    assert problem(prepare, [(("system", "a"), ("user", "b"))], chatty, None, chat_template=True) == told
 
 
 def test_a_system_message_may_be_written_in_other_letters(letters: Any) -> None:

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from rlhf_kl.config.resolve import flat, load_config
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.data.files import load_rows
-from rlhf_kl.data.rows import read_examples, read_labels, read_pairs, read_texts
+from rlhf_kl.data.rows import read_labels, read_texts
 from rlhf_kl.errors import InputError
+from rlhf_kl.train.sets import example_reader, pair_reader
 
 GENERATED = settings(
     max_examples=int(os.environ.get("RLHF_KL_FUZZ", "500")) // 2,
@@ -116,9 +117,9 @@ def test_data_files(file: tuple[str, bytes], tmp_path_factory: pytest.TempPathFa
     where = str(path)
     readers: list[Callable[[Any, str], Any]] = [
         partial(read_texts, column="text", template="{prompt}: {label}"),
-        partial(read_examples, data=SFTDataSection(texts="f", prompt_column="prompt", response_column="chosen")),
-        partial(read_pairs, data=PairsSection(pairs="f", prompt_column=None)),
-        partial(read_labels, data=PairsSection(labels="f")),
+        example_reader(SFTDataSection(texts="f", prompt_column="prompt", response_column="chosen")),
+        pair_reader(PairsSection(pairs="f", prompt_column=None)),
+        partial(read_labels, text="text", label="label"),
     ]
     for reader in readers:
         with contextlib.suppress(InputError):

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,9 @@ from transformers.cache_utils import DynamicCache
 
 from rlhf_kl.models import decoding
 from rlhf_kl.models.decoding import pick_tokens, reserve
-from rlhf_kl.models.lm import LM, check_head
+from rlhf_kl.models.lm import LM, takes_ready_masks
 from rlhf_kl.models.lora import add_adapter
+from rlhf_kl.models.pretrained import load_causal_lm
 from rlhf_kl.models.value import store_frozen
 from rlhf_kl.ppo.rollout import response_layout
 from rlhf_kl.seeding import uniforms
@@ -128,7 +132,8 @@ def test_steps_of_fixed_shapes_draw_the_same(
 ) -> None:
     """Those that a GPU replays: while the cache grows by two tokens, and rows leave."""
     model, prompts, noise = new_model(seed=3), prompts_of(*TEXTS * 8), uniforms(32, 12, 0, "x")
-    check_head(model)
+    model.ready_masks = takes_ready_masks(model)
+    assert model.ready_masks
     lm, sampling = LM(model, dtype), Sampling(12, 1.0, [EOS], PAD)
     expected, fixed = lm.sample(prompts.ids, noise, sampling), []
     monkeypatch.setitem(decoding.COMPACT_BELOW, "cpu", compact_below)
@@ -141,6 +146,22 @@ def test_steps_of_fixed_shapes_draw_the_same(
         assert torch.equal(a, b)
     error = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(result.logprobs, expected.logprobs, rtol=1e-4, atol=error)
+
+
+def test_what_one_model_was_found_to_take_says_nothing_of_another(
+    new_model: Make, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ready masks belong to the model that was loaded and its copies; a lost CUDA graph to the one that lost it."""
+    loaded = load_causal_lm(str(tiny_folder))
+    policy, reference = LM(loaded), LM(copy.deepcopy(loaded))
+    other: Any = new_model()
+    assert type(other) is type(loaded)
+    assert [policy.ready_masks, reference.ready_masks, LM(other).ready_masks] == [True, True, False]
+    monkeypatch.setattr(LM, "device", torch.device("cuda"))
+    cache = SimpleNamespace(layers=[decoding.ReservedLayer()])
+    assert [decoding.takes_fixed_shapes(lm, cache) for lm in (policy, reference, LM(other))] == [True, True, False]
+    policy.give_up_graphs("it waits for the device")
+    assert [decoding.takes_fixed_shapes(lm, cache) for lm in (policy, reference)] == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -224,7 +245,7 @@ def test_a_step_in_bfloat16_casts_no_weight_and_reads_nothing(kind: str, monkeyp
     monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", 8)
     config = AutoConfig.for_model("qwen2", num_hidden_layers=28, vocab_size=90, tie_word_embeddings=True, **WIDE)
     model = AutoModelForCausalLM.from_config(config).eval()
-    check_head(model)
+    model.ready_masks = takes_ready_masks(model)
     model.requires_grad_(kind == "trained")
     if kind == "adapter":
         model = add_adapter(model, r=8, alpha=16.0, target_modules=None, ref="x", seed=0)
@@ -241,7 +262,7 @@ def test_a_rollout_reads_from_the_device_only_to_test_for_finished_rows(
 ) -> None:
     monkeypatch.setitem(decoding.STOP_TEST_EVERY, "cpu", 8)
     model, prompts = new_model(), prompts_of(*TEXTS)
-    check_head(model)
+    model.ready_masks = takes_ready_masks(model)
 
     def reads(limit: int) -> int:
         sampling, noise = Sampling(limit, 1.0, [99], PAD), uniforms(len(TEXTS), limit, 0, "x")

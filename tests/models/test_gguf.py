@@ -90,11 +90,11 @@ def test_its_weights_and_words_are_those_of_the_file(
 
 def test_a_missing_file_is_not_looked_for_on_the_hub(written: Callable[[Any], Path]) -> None:
     file = written(gguf.GGMLQuantizationType.F32)
-    with pytest.raises(InputError, match=r"^no such file: .*tinny\.gguf; did you mean .*tiny\.gguf"):
+    with pytest.raises(InputError, match=r"^no such file: .*tinny\.gguf.*/tiny\.gguf"):
         Loader().folder(str(file.with_name("tinny.gguf")))
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"nothing", "is no GGUF file"), (b"GGUF\x03\0\0\0", "cannot be read")])
+@pytest.mark.parametrize(("content", "words"), [(b"nothing", "no GGUF file"), (b"GGUF\x03\0\0\0", "cannot be read")])
 def test_another_file_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(InputError, match=words):

@@ -80,8 +80,8 @@ class Headless(GPT2LMHeadModel):
     ("kind", "words"),
     [
         (Louder, "differ by 0.5"),
-        (Headless, "cannot be read state by state"),
-        (Forgetful, "behind its cache are not those of the whole text"),
+        (Headless, "state by state"),
+        (Forgetful, "behind its cache"),
     ],
 )
 def test_a_model_whose_logits_are_not_its_heads_is_refused(
@@ -99,7 +99,7 @@ def test_a_model_without_a_key_value_cache_is_refused() -> None:
     """It computes the right logits, but nothing could be sampled from it."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("openai-gpt", vocab_size=7, n_embd=8, n_layer=1, n_head=2)
-    with pytest.raises(InputError, match="a OpenAIGPTLMHeadModel cannot be read state by state: "):
+    with pytest.raises(InputError, match=r"OpenAIGPTLMHeadModel .*state by state"):
         check_head(AutoModelForCausalLM.from_config(config).eval())
 
 

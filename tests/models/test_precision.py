@@ -19,7 +19,7 @@ from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
 from rlhf_kl.ppo.checks import check_start, padding_gap
-from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, response_layout, sample
+from rlhf_kl.ppo.rollout import RolloutParts, Rollouts, exact_kl_now, measure, response_layout, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
@@ -59,7 +59,8 @@ def assessed(policy: LM, reference: LM, prompts: Prompts, letters: Any) -> Any:
     states = ReferenceStates(reference)
     scorers = Scorers(Scorer("reward", PluginReward(lambda p, r: [float(len(x)) for x in r])))
     stream = PromptStream(prompts, len(prompts), 0)
-    rollouts = Rollouts(ActorCritic(policy), states, scorers, ScoreShaping(), stream, SAMPLING, letters)
+    parts = RolloutParts(tokenizer=letters, scorers=scorers, prompts=stream, sampling=SAMPLING)
+    rollouts = Rollouts(parts, ActorCritic(policy), states, ScoreShaping())
     responses, sampled = sample(policy, prompts, uniforms(len(prompts), 8, 0, "x"), SAMPLING, letters)
     return sampled, rollouts.assess(responses, sampled), states
 

@@ -171,9 +171,9 @@ def test_chunks_come_in_order_and_are_joined(monkeypatch: pytest.MonkeyPatch, ro
     monkeypatch.setitem(module.LOGIT_ELEMENTS, "cpu", 5 * rows + 4)
     hidden, seen = torch.arange(8.0).view(4, 2), []
 
-    def read(logits: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        seen.append(len(logits))
-        return logits[:, 0], second
+    def read(hidden: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(len(hidden))
+        return hidden.sum(1), second
 
     sums, seconds = in_chunks(read, SUMS, hidden, hidden[:, 1])
     assert sums.tolist() == [1.0, 5.0, 9.0, 13.0]

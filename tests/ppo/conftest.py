@@ -43,13 +43,14 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     from rlhf_kl.models.lm import LM, Trunk
     from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
     from rlhf_kl.optim import adamw
-    from rlhf_kl.ppo.rollout import Rollouts
+    from rlhf_kl.ppo.rollout import RolloutParts, Rollouts
     from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
     from rlhf_kl.ppo.step import PPOTrainer
     from rlhf_kl.ppo.way import way_from
     from rlhf_kl.rewards.plugin import PluginReward
     from rlhf_kl.rewards.scorer import Scorer, Scorers
     from rlhf_kl.rewards.shaping import ScoreShaping
+    from rlhf_kl.train.trainer import ppo_settings
     from rlhf_kl.types import Sampling
 
     def make(
@@ -90,14 +91,12 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
         shaping = shaping or ScoreShaping(mean=1.0, std=1.0)
         rates = config.ppo.learning_rate, 0.0, critic, config.ppo.critic_learning_rate
         own = adamw(model.policy.module, *rates, value=model.value)
+        parts = RolloutParts(tokenizer=letters, scorers=scorers, prompts=prompts, sampling=sampling)
         return PPOTrainer(
-            config,
-            model,
+            ppo_settings(config),
+            Rollouts(parts, model, states, shaping, features),
             optimizer(model.modules) if optimizer else own,
-            Rollouts(model, states, scorers, shaping, prompts, sampling, letters, features=features),
-            states,
             controller or configured_controller(config, 0.05),
-            features,
             way=way_from(other, lm, began_there=began_there),
         )
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rlhf_kl.control import as_controller
+from rlhf_kl.control import Guard
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult, KLForecast
 from rlhf_kl.ppo.way import Way
@@ -270,7 +270,7 @@ def test_a_ceiling_shortens_the_updates_that_would_cross_it(make_trainer: Make, 
     ceiling = 0.1 if unit == "token" else 0.5
     law = Recorder(0.01)
     trainer = make_trainer(
-        controller=as_controller(law, max_coef=0.02),
+        controller=Guard(law, max_coef=0.02),
         ppo={"learning_rate": 1e-2},
         kl={"unit": unit, "target": ceiling / 2, "ceiling": {"value": ceiling, "action": "backtrack"}},
     )
@@ -289,7 +289,7 @@ def test_from_above_the_ceiling_it_comes_back_at_once(make_trainer: Make, new_mo
         policy=new_model(seed=3, spread=0.15),
         reference=new_model(seed=3, spread=0.1),
         began_there=True,  # and was moved since
-        controller=as_controller(Recorder(1e-3), max_coef=1e-3),
+        controller=Guard(Recorder(1e-3), max_coef=1e-3),
         kl={"target": 0.005, "ceiling": {"value": 0.01, "action": "backtrack"}},
         ppo={"learning_rate": 1e-3},
     )

@@ -136,7 +136,7 @@ def test_bos_is_put_in_front_once(new_model: Make, letters: Any) -> None:
 
 
 def test_empty_documents_alone_have_no_perplexity(new_model: Make, letters: Any) -> None:
-    with pytest.raises(InputError, match="no document has a token"):
+    with pytest.raises(InputError, match="no document"):
         perplexity(LM(new_model()), letters, ["", ""])
 
 
@@ -189,7 +189,7 @@ def test_standard_errors_are_those_of_a_mean_and_of_repeated_draws() -> None:
 def test_a_held_out_text_with_a_token_that_the_model_lacks_is_told(new_model: Make, letters: Any) -> None:
     wider = copy.deepcopy(letters)
     wider.add_tokens(["<new>"])
-    with pytest.raises(InputError, match=r"held-out texts: token 7 \('<new>'\) is outside the model's 7"):
+    with pytest.raises(InputError, match=r"^held-out texts: token 7 \('<new>'\)"):
         text_sums(LM(new_model()), wider, ["ab", "a<new>"])
 
 

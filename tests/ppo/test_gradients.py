@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_kl.ppo.objectives import Tokens, ppo_targets
+from rlhf_kl.ppo.objectives import ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.types import Prompts, Responses, RolloutBatch, Sampled
@@ -85,8 +85,8 @@ class Case:
         """Expected gradient of the trainer's loss."""
         p = log_p(self.sampler, self.sampled).exp().detach()
         assert float(p.sum()) == pytest.approx(1.0, abs=1e-5)
-        targets = ppo_targets(self.rollout, BETA, self.trainer.config)
-        layout, tokens = self.rollout.layout, Tokens.of(self.rollout, targets)
+        targets = ppo_targets(self.rollout, BETA, self.trainer.settings)
+        layout, tokens = self.rollout.layout, targets.flat(self.rollout.device)
         passes = [layout.pack([row]) for row in range(len(p))]
         losses = [self.trainer.loss(tokens.at(rows.places), rows).policy for rows in passes]
         return self.gradient((p * torch.stack(losses)).sum())

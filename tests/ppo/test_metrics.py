@@ -11,7 +11,9 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.logprobs import compare_distributions
 from rlhf_kl.ops.masked import mean_of_groups
 from rlhf_kl.ppo.metrics import rollout_metrics, sampling_gap, update_row
+from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.step import Update
+from rlhf_kl.train.trainer import ppo_settings
 from tests.made import Make, rollout
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -39,8 +41,12 @@ BATCH = rollout(
 OF_ROLLOUTS = ("policy/entropy", "policy/logprob_gap", "policy/logprob_gap_stderr")
 
 
-def config(target: float = 0.1, unit: str = "token") -> TrainConfig:
-    return TrainConfig.model_validate({"kl": {"target": target, "unit": unit, "ceiling": None}})
+def made(**sections: Any) -> PPOSettings:
+    return ppo_settings(TrainConfig.model_validate(sections))
+
+
+def config(target: float = 0.1, unit: str = "token") -> PPOSettings:
+    return made(kl={"target": target, "unit": unit, "ceiling": None})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +61,7 @@ def config(target: float = 0.1, unit: str = "token") -> TrainConfig:
 )
 def test_different_texts_of_a_batch(prompts: str, responses: str, size: int, share: float) -> None:
     batch = rollout(torch.ones(4, 1, dtype=torch.bool), prompts=list(prompts), responses=list(responses))
-    settings = TrainConfig.model_validate({"rollout": {"batch_size": 4, "samples_per_prompt": size}})
+    settings = made(rollout={"batch_size": 4, "samples_per_prompt": size})
     assert rollout_metrics(batch, 0.5, settings)["rollout/distinct_responses"] == share
 
 
@@ -123,9 +129,8 @@ def test_responses_to_one_prompt_are_one_draw() -> None:
     names = [name for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor)]
     twice: dict[str, Any] = {name: getattr(BATCH, name).repeat_interleave(2, 0) for name in names}
     twice["scores"] = {"reward": BATCH.scores["reward"].repeat_interleave(2, 0)}
-    in_twos = TrainConfig.model_validate(
-        {"kl": {"target": 0.1, "ceiling": None}, "ppo": {"advantage": "rloo"}, "rollout": {"samples_per_prompt": 2}}
-    )
+    kl = {"target": 0.1, "ceiling": None}
+    in_twos = made(kl=kl, ppo={"advantage": "rloo"}, rollout={"samples_per_prompt": 2})
     keys = ("kl/token_stderr", "kl/sequence_stderr", "kl/k1_stderr", "objective/scores_stderr")
     once, row = (
         rollout_metrics(replace(BATCH, **tensors, penalties={}, group=group), 0.5, settings)
@@ -140,8 +145,8 @@ def test_the_row_of_an_update_that_was_left_out_has_the_same_keys(make_trainer: 
     """A NaN where nothing was trained; beta stays."""
     trainer = make_trainer()
     update = trainer.update(1)
-    row = update_row(update, trainer.config)
-    left_out = update_row(Update(update.rollout, 0.3, 0.3, math.nan), trainer.config)
+    row = update_row(update, trainer.settings)
+    left_out = update_row(Update(update.rollout, 0.3, 0.3, math.nan), trainer.settings)
     assert left_out.keys() == row.keys()
     unknown = {key for key, value in left_out.items() if isinstance(value, float) and math.isnan(value)}
     of_steps = {key for key in row if key.startswith(("policy/", "value/")) and key not in OF_ROLLOUTS}
@@ -180,7 +185,7 @@ def test_the_mean_shaped_score_leaves_out_what_has_none() -> None:
 
 def test_the_gap_to_the_log_probs_of_an_engine_is_told() -> None:
     drawn = padded(-1.1, -2.0, -3.0)  # of tokens at -1, -2 and -1: the last is 7.4 times as likely
-    with_engine = TrainConfig.model_validate({"rollout": {"engine": "vllm"}})
+    with_engine = made(rollout={"engine": "vllm"})
     row = rollout_metrics(replace(BATCH, drawn=drawn), 0.5, with_engine)
     assert row["rollout/engine_gap"] == pytest.approx(0.7)
     assert row["rollout/engine_gap_max"] == pytest.approx(2.0)

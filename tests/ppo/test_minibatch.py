@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.ops.head import Head
-from rlhf_kl.ppo.objectives import Targets, Tokens, ppo_targets
+from rlhf_kl.ppo.objectives import Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer, Update
 from rlhf_kl.types import RolloutBatch
 from tests.made import Make, row_of, weights
@@ -23,7 +23,7 @@ def plain_sgd(modules: Any) -> Any:
     return torch.optim.SGD(modules.parameters(), lr=1.0)
 
 
-Rolled = tuple[PPOTrainer, RolloutBatch, Targets]
+Rolled = tuple[PPOTrainer, RolloutBatch, Tokens]
 
 
 @pytest.fixture
@@ -40,19 +40,19 @@ def rolled(make_trainer: Make) -> Callable[..., Rolled]:
         rollout = trainer.update(1).rollout
         trainer.model.modules.load_state_dict(before)
         assert len(set(rollout.lengths.tolist())) > 3
-        return trainer, rollout, ppo_targets(rollout, 0.5, trainer.config)
+        return trainer, rollout, ppo_targets(rollout, 0.5, trainer.settings)
 
     return make
 
 
-def take_step(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, rows: Tensor) -> float:
+def take_step(trainer: PPOTrainer, rollout: RolloutBatch, targets: Tokens, rows: Tensor) -> float:
     """One minibatch; returns the gradient's norm."""
-    tokens = Tokens.of(rollout, targets)
+    tokens = targets.flat(rollout.device)
     trainer.backward(rollout.layout, tokens, rows, float(targets.weights[rows].sum()))
-    return float(trainer.ranks.step(trainer.optimizer, trainer.trained, trainer.config.ppo.max_grad_norm))
+    return float(trainer.ranks.step(trainer.optimizer, trainer.trained, trainer.settings.max_grad_norm))
 
 
-def step_taken(trainer: PPOTrainer, rollout: RolloutBatch, targets: Targets, rows: Tensor) -> Tensor:
+def step_taken(trainer: PPOTrainer, rollout: RolloutBatch, targets: Tokens, rows: Tensor) -> Tensor:
     """The gradient of a minibatch; the trainer is put back."""
     modules = trainer.model.modules
     before, start = copy.deepcopy(modules.state_dict()), weights(modules)
@@ -96,9 +96,9 @@ def test_every_epoch_and_update_has_minibatches_and_noise_of_its_own(make_traine
         assert sorted(rows.tolist()) == list(range(16))  # each row once an epoch
     assert not torch.equal(first[:2], first[2:])
     assert not torch.equal(first, second)
-    drawn, table = set(), trainer.rollouts.prompts.table.pick([0])  # one prompt: only the noise differs
+    drawn, table = set(), trainer.rollouts.parts.prompts.table.pick([0])  # one prompt: only the noise differs
     for seed, step in ((0, 1), (0, 2), (1, 1)):
-        trainer.rollouts.prompts = PromptStream(table, 16, seed)
+        trainer.rollouts.parts.prompts = PromptStream(table, 16, seed)
         drawn.add(tuple(trainer.rollouts.sample(step)[0].texts))
     assert len(drawn) == 3
 
@@ -126,7 +126,7 @@ def test_a_response_without_a_score_counts_in_no_mean(make_trainer: Make) -> Non
     rollout = trainer.rollouts(1)
     rollout.scores["reward"][3] = torch.nan
     rollout.shaped_scores[3] = 0.0
-    targets = ppo_targets(rollout, 0.5, trainer.config)
+    targets = ppo_targets(rollout, 0.5, trainer.settings)
     rows = torch.tensor([row for row in range(16) if row != 3])
     expected = step_taken(trainer, rollout, targets, rows)
     before = weights(trainer.model.modules)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.head import Head
-from rlhf_kl.ppo.objectives import Loss, Targets, Tokens, ppo_targets
+from rlhf_kl.ppo.objectives import Loss, Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer
+from rlhf_kl.train.trainer import ppo_settings
 from rlhf_kl.types import RolloutBatch
 from tests.made import rollout
 
@@ -31,9 +32,9 @@ ROLLOUT = rollout(
 )
 
 
-def targets(batch: RolloutBatch = ROLLOUT, ppo: Any = None, value: str = "features", **kl: Any) -> Targets:
+def targets(batch: RolloutBatch = ROLLOUT, ppo: Any = None, value: str = "features", **kl: Any) -> Tokens:
     settings = {"ppo": {"lam": 1.0, "gamma": 1.0} | (ppo or {}), "kl": kl, "policy": {"value": value}}
-    return ppo_targets(batch, BETA, TrainConfig.model_validate(settings))
+    return ppo_targets(batch, BETA, ppo_settings(TrainConfig.model_validate(settings)))
 
 
 def assert_tokens(x: Tensor, first: float, second: float, other: float) -> None:
@@ -45,7 +46,8 @@ def test_tokens_of_an_engine_weigh_as_policy_over_sampler_at_most_2() -> None:
     ratios = torch.tensor([[1.5, 0.5, 9.0], [5.0, 9.0, 9.0]])
     batch = replace(ROLLOUT, drawn=ROLLOUT.logprobs - ratios.log())
     settings = {"ppo": {"lam": 1.0, "gamma": 1.0}, "rollout": {"engine": "vllm"}}
-    found, own = ppo_targets(batch, BETA, TrainConfig.model_validate(settings)).advantages, targets(batch).advantages
+    found = ppo_targets(batch, BETA, ppo_settings(TrainConfig.model_validate(settings))).advantages
+    own = targets(batch).advantages
     assert_tokens(found / own.where(MASK, torch.ones(())), 1.5, 0.5, 2.0)
 
 
@@ -119,8 +121,9 @@ QUARTERS = torch.tensor([0.25, 0.75]).log()
 def losses(
     advantages: list[float], values: Tensor | None = None, weight: float = 0.0, logits: Tensor = HALVES, **config: Any
 ) -> Loss:
-    made = Targets(torch.tensor(advantages).unsqueeze(1), torch.ones(2, 1), torch.full((2, 1), 2.0), weight)
-    return loss_of_pass(Tokens.of(PAIR, made), logits, QUARTERS.expand(2, 2), values, **config)
+    old = (PAIR.response_ids, PAIR.logprobs, PAIR.ref_logprobs, PAIR.values)
+    own = (torch.tensor(advantages).unsqueeze(1), torch.full((2, 1), 2.0), torch.ones(2, 1))
+    return loss_of_pass(Tokens(weight, *old, *own).flat(PAIR.device), logits, QUARTERS.expand(2, 2), values, **config)
 
 
 def loss_of_pass(x: Tokens, logits: Tensor, ref_logits: Tensor, values: Tensor | None = None, **config: Any) -> Loss:
@@ -135,7 +138,8 @@ def loss_of_pass(x: Tokens, logits: Tensor, ref_logits: Tensor, values: Tensor |
 
     model = SimpleNamespace(policy=Policy(), value=None if values is None else lambda *_: values)
     reference = SimpleNamespace(at=lambda numbers: ref_logits, head=lambda: identity)
-    trainer = SimpleNamespace(model=model, reference=reference, config=TrainConfig.model_validate(config))
+    settings = ppo_settings(TrainConfig.model_validate(config))
+    trainer = SimpleNamespace(model=model, reference=reference, settings=settings)
     return PPOTrainer.loss(trainer, x, SimpleNamespace(numbers=None))  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ from rlhf_kl.ppo.reference import (
 )
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
-from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping
+from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.train.start import starting_coef
 from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
 from tests.made import Make
@@ -85,41 +85,42 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(
     def with_gold(gold: Any) -> Scorers:
         return Scorers(Scorer("reward", PluginReward(count)), Scorer("gold", PluginReward(gold), 0.0))
 
-    samples = score_samples(drawn(), groups, with_gold(lambda p, r: [float(len(x)) for x in r]))
+    samples = score_samples(drawn(), groups, with_gold(lambda p, r: [float(len(x)) for x in r]), ScoreShaping())
     assert sizes == [3, 3, 1]
     assert samples.scores.tolist() == [4.0] * 3 + [1.0] * 3 + [2.0]
     texts = [text for responses, _ in drawn() for text in responses.texts]
     assert samples.gold.tolist() == [len(text) for text in texts]
-    assert samples.traits.lengths.tolist() == [len(row) for responses, _ in drawn() for row in responses.ids]
+    assert samples.lengths.tolist() == [len(row) for responses, _ in drawn() for row in responses.ids]
     whole = PromptStream(table, 7, 0)
     [(once, _)] = reference_responses(lm, whole, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
     assert once.texts == texts  # noise belongs to a response, not to its place in a batch
     assert len(set(texts[:3])) > 1
-    assert score_samples(drawn(), groups, with_gold(count).trained).gold.isnan().all()
-    failed = score_samples(drawn(), groups, with_gold(lambda p, r: [1.0]))
+    assert score_samples(drawn(), groups, with_gold(count).trained, ScoreShaping()).gold.isnan().all()
+    failed = score_samples(drawn(), groups, with_gold(lambda p, r: [1.0]), ScoreShaping())
     assert failed.gold.isnan().all()
-    assert "reward.gold: returned 1 scores for 3 responses" in str(failed.failures)
+    assert "reward.gold: returned 1 scores" in str(failed.failures)
     both = ReferenceSamples.concat([samples, failed])
     assert both.failures == failed.failures
     assert both.shaped(ScoreShaping(), normalize=False)[0].gold is None
 
 
-def samples_of(scores: list[float]) -> ReferenceSamples:
+def samples_of(scores: list[float], shaping: ScoreShaping) -> ReferenceSamples:
     rows = len(scores)
-    traits = ResponseTraits(torch.tensor([True] * (rows - 1) + [False]), torch.full((rows,), 4), torch.zeros(rows))
-    return ReferenceSamples(torch.tensor(scores), traits, [0] * rows, torch.zeros(rows), [])
+    penalties = shaping.penalties([[1] * 4] * rows, torch.tensor([True] * (rows - 1) + [False]))
+    return ReferenceSamples(torch.tensor(scores), torch.full((rows,), 4), penalties, [0] * rows, torch.zeros(rows), [])
 
 
 def test_the_scale_is_fitted_to_the_samples_and_penalties_come_off() -> None:
-    scores, fitted = samples_of([1.0, 3.0, 5.0, 7.0]).shaped(ScoreShaping(missing_eos_penalty=0.5), normalize=True)
+    shaping = ScoreShaping(missing_eos_penalty=0.5)
+    scores, fitted = samples_of([1.0, 3.0, 5.0, 7.0], shaping).shaped(shaping, normalize=True)
     assert (scores.mean, scores.length) == (pytest.approx(-0.5 / 4), 4.0)
     assert scores.shaped[3] + 0.5 == pytest.approx(-scores.shaped[0])
     assert (fitted.mean, fitted.std) == (4.0, pytest.approx(math.sqrt(5)))
 
 
 def test_scores_that_all_lie_at_the_clip_teach_nothing() -> None:
-    samples = samples_of([11.0, 12.0, 13.0])
-    with pytest.raises(InputError, match="clipped at 10, all 3 reference samples have the score 10: set"):
+    samples = samples_of([11.0, 12.0, 13.0], ScoreShaping())
+    with pytest.raises(InputError, match="clipped at 10, all 3 "):
         samples.shaped(ScoreShaping(clip=10.0), normalize=False)
 
 
@@ -165,7 +166,10 @@ def test_a_reference_sample_keeps_its_prompt_where_another_has_no_score() -> Non
     def scorers(*_: Any) -> Any:
         return {"reward": torch.tensor([1.0, math.nan, 3.0])}, []
 
-    assert score_samples(iter([(responses, sampled)]), [7, 8, 9], scorers).groups == [7, 9]  # type: ignore[arg-type]
+    drawn: Any = iter([(responses, sampled)])
+    found = score_samples(drawn, [7, 8, 9], scorers, ScoreShaping(length_penalty=1.0))  # type: ignore[arg-type]
+    assert found.groups == [7, 9]
+    assert found.penalties["length"].tolist() == found.lengths.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(("prompts", "samples", "count"), [(200, 480, 4), (1000, 1024, 4), (5, 480, 4), (200, 128, 1)])

@@ -16,7 +16,7 @@ from rlhf_kl.models.value import ActorCritic, FeatureCritic, HeadValue, frozen_l
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.ppo import states as reference_module
-from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, measure, response_layout, rows_at_once, sample
+from rlhf_kl.ppo.rollout import RolloutParts, Rollouts, exact_kl_now, measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
@@ -39,14 +39,16 @@ class Setup(NamedTuple):
     prompts: PromptStream
     tokenizer: Any
 
+    def parts(self, scorers: Scorers) -> RolloutParts:
+        return RolloutParts(tokenizer=self.tokenizer, scorers=scorers, prompts=self.prompts, sampling=SAMPLING)
+
     def measure(self) -> tuple[TokenStats, Tensor]:
         return measure(self.model, self.reference, response_layout(self.responses.prompts.ids, self.sampled), 0.8)
 
     def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
         shaping = shaping or ScoreShaping()
         scorers = reward if isinstance(reward, Scorers) else Scorers(Scorer("reward", PluginReward(reward)))
-        rollouts = Rollouts(self.model, self.reference, scorers, shaping, self.prompts, SAMPLING, self.tokenizer)
-        return rollouts.assess(self.responses, self.sampled)
+        return Rollouts(self.parts(scorers), self.model, self.reference, shaping).assess(self.responses, self.sampled)
 
 
 @pytest.fixture
@@ -83,11 +85,9 @@ def test_against_each_row_alone(setup: Setup, own_logits: Make) -> None:
         torch.testing.assert_close(values[row, live], states[-len(ids) - 1 : -1].sum(1), **CLOSE)
 
 
-def test_the_size_of_a_pass_changes_nothing(
-    setup: Setup, smaller_passes: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (whole, values), passes = setup.measure(), smaller_passes()
-    monkeypatch.setattr(reference_module, "PASS_ROWS", 8)
+def test_the_size_of_a_pass_changes_nothing(setup: Setup, rows_read: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole, values), passes = setup.measure(), rows_read()
+    monkeypatch.setattr(reference_module, "PASS_ROWS", 1)
     stats, again = setup.measure()
     for one, other in zip((*stats, again), (*whole, values), strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
@@ -128,10 +128,9 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
 
 
 @pytest.fixture
-def sampler(setup: Setup, letters: Any) -> Make:
+def sampler(setup: Setup) -> Make:
     def make(ranks: Ranks | None = None) -> Make:
-        parts = setup.model, setup.reference, Scorers(), ScoreShaping(), setup.prompts
-        return Rollouts(*parts, SAMPLING, letters, ranks=ranks).sample
+        return Rollouts(setup.parts(Scorers()), setup.model, setup.reference, ScoreShaping(), ranks=ranks).sample
 
     return make
 
@@ -193,13 +192,6 @@ def test_a_rollout_costs_one_reading_of_its_rows(setup: Setup, letters: Any) -> 
         for _ in range(2):
             exact_kl_now(setup.model.policy, setup.reference, rollout, 0.8)
     assert sum(rows) == 2 * len(TEXTS)
-
-
-def test_smaller_passes_draw_the_same_texts(sampler: Make, smaller_passes: Make) -> None:
-    whole = drawn(sampler()(1))
-    passes = smaller_passes()
-    assert drawn(sampler()(1)) == whole
-    assert max(passes) == 1
 
 
 @pytest.fixture

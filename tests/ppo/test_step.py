@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import rlhf_kl.ppo.step as ppo_module
-from rlhf_kl.control import FixedKL, as_controller
+from rlhf_kl.control import FixedKL, Guard
 from rlhf_kl.events import Event, LearningRateChanged, NoProgress, UpdateSkipped
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.masked import Mean
@@ -65,12 +65,12 @@ def test_an_update_depends_on_seed_and_step_alone(make_trainer: Make) -> None:
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 def test_the_controller_is_updated_once_a_rollout_with_what_is_logged(make_trainer: Make, unit: str) -> None:
     law = Recorder(0.2)
-    trainer = make_trainer(controller=as_controller(law), kl={"unit": unit})
+    trainer = make_trainer(controller=Guard(law), kl={"unit": unit})
     updates, expected = [], []
     for step in (1, 2, 3):
         updates.append(trainer.update(step))
         expected.append(trainer.ceiling.seen(updates[-1].move))
-    rows = [update_row(update, trainer.config) for update in updates]
+    rows = [update_row(update, trainer.settings) for update in updates]
     assert law.updates == [(pytest.approx(row[f"kl/{unit}"], rel=1e-6), 32) for row in rows]
     assert [before for before, _, _ in law.observed] == [kl for kl, _ in law.updates]
     assert law.observed == expected
@@ -159,7 +159,7 @@ def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make) -
 def test_while_the_policy_is_frozen_its_controller_and_its_ceiling_learn_nothing(make_trainer: Make) -> None:
     law = Recorder(0.2)
     trainer = make_trainer(
-        ppo={"value_warmup": 3}, controller=as_controller(law), kl={"target": 0.1, "ceiling": {"value": "1.5x"}}
+        ppo={"value_warmup": 3}, controller=Guard(law), kl={"target": 0.1, "ceiling": {"value": "1.5x"}}
     )
     start = trainer.state_dict()["ceiling"]
     assert start["made"] is None
@@ -180,7 +180,7 @@ def test_a_rate_that_is_too_high_is_lowered_told_to_the_law_and_saved(make_train
         "kl": {"unit": unit, "target": 0.1, "controller": {"kind": "adaptive", "coef": 0.05}},
     }
     trainer, told = make_trainer(**settings), []
-    trainer.controller.observe_rate = told.append
+    trainer.controller.law.observe_rate = told.append
     moves: list[tuple[float, float]] = []
     observe = trainer.rate.adaptive.observe
 
@@ -226,7 +226,7 @@ class Shrinks:
 def test_a_law_can_scale_the_way_from_the_reference(make_trainer: Make) -> None:
     """Every weight by the same share, so that the KL at the same states is the square of a law's share of it."""
     settings: dict[str, Any] = {"ppo": {"learning_rate": 3e-3}, "kl": {"ceiling": {"value": 1e3}}}
-    whole, half = (make_trainer(controller=as_controller(law), **settings) for law in (FixedKL(coef=0.05), Shrinks()))
+    whole, half = (make_trainer(controller=Guard(law), **settings) for law in (FixedKL(coef=0.05), Shrinks()))
     start = weights(whole.model.policy.module)
     moves = [trainer.update(1).move for trainer in (whole, half)]
     share = moves[1].scale

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.control import as_controller
+from rlhf_kl.control import Guard
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.models.value import frozen_lm
@@ -70,7 +70,7 @@ def test_the_kl_after_an_update_is_what_plain_transformers_measure_whoever_scale
         policy=policy,
         reference=reference,
         began_there=kind == "whole",
-        controller=as_controller(Shrinker(1e-3) if ceiling is None else Recorder(1e-3), max_coef=0.1),
+        controller=Guard(Shrinker(1e-3) if ceiling is None else Recorder(1e-3), max_coef=0.1),
         rollout={"batch_size": batch},
         ppo={"learning_rate": RATES[kind], "total_episodes": 10 * batch, "minibatch_size": batch // 2},
         kl={"target": 0.015, "ceiling": ceiling and {"value": ceiling, "action": "backtrack"}},
@@ -103,7 +103,7 @@ def test_a_policy_that_did_not_begin_as_its_reference_is_never_moved_towards_it(
     trainer = make_trainer(
         policy=policy,
         reference=reference,
-        controller=as_controller(Shrinker(1e-3), max_coef=0.1),
+        controller=Guard(Shrinker(1e-3), max_coef=0.1),
         kl={"target": 1e-3, "ceiling": {"value": 2e-3, "action": "backtrack"}},
     )
     for step in (1, 2, 3):

@@ -116,7 +116,7 @@ def test_a_signal_to_one_process_stops_both_after_the_update(start_slow: Make, t
     os.kill(ranks[1], signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "interrupted; to go on from the last checkpoint, if there is one: the same command with --resume" in output
+    assert "the same command with --resume" in output
     steps = [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == steps[-1]
     assert json.loads((tmp_path / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").read_text())
@@ -132,10 +132,7 @@ def test_ctrl_c_at_torchrun_ends_both_with_one_line_and_resume_goes_on(
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
     output, _ = process.communicate(timeout=60)
-    assert (
-        output.count("interrupted; to go on from the last checkpoint, if there is one: the same command with --resume")
-        == 1
-    )
+    assert output.count("the same command with --resume") == 1
     assert output.count("Traceback") == output.count("SignalException: Process") == times  # torchrun's own
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:

@@ -86,5 +86,5 @@ def test_a_stopped_process_is_not_waited_for_forever(
     process = launch([worker, "0", "update", *words])
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0, output
-    line = "error: another process of the group has not answered for 0.1 minutes (run.wait_minutes)"
+    line = "has not answered for 0.1 minutes (run.wait_minutes)"
     assert output.count(line) == 1, output

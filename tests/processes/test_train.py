@@ -144,7 +144,7 @@ def test_a_part_of_a_checkpoint_that_cannot_be_read_is_one_line(
             saved.load_model(policy)
     part = min(place.glob("shard-*.safetensors"))
     part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"step-000004: cannot be read: .*; without this folder the checkpoint before"):
+    with pytest.raises(InputError, match=r"^.*step-000004: cannot be read: .*checkpoint before"):
         saved.load_model(policy)
     part.unlink()
     with pytest.raises(InputError, match=f"step-000004: {part.name} is missing"):

@@ -9,9 +9,10 @@ import pytest
 from rlhf_kl.errors import InputError
 from rlhf_kl.report.charts import _total_reward, target_charts
 from rlhf_kl.report.comparison import Comparison, read_comparison
+from rlhf_kl.report.sentences import judge
 from rlhf_kl.report.side_by_side import write_comparison
 from rlhf_kl.report.sweep import sweep_of
-from rlhf_kl.report.verdict import judge
+from tests.made import numbers
 from tests.runs import Rows, Write
 
 Grid = Callable[..., Comparison]
@@ -25,10 +26,10 @@ def test_variants_families_and_figures_follow_from_configs_and_rows(grid: Grid) 
     assert {name: len(members) for name, members in comparison.families.items()} == {"adaptive": 2, "static": 3}
     assert (comparison.target, comparison.unit, comparison.seeds) == (0.1, "token", [0, 1])
     [note] = comparison.notes  # the fixed ones follow the schedule
-    assert "is paced by their KL, that of static-0.1x, static-1x, static-10x is not" in note
+    assert ", that of static-0.1x, static-1x, static-10x is " in note
     assert [variant.name for variant in comparison.sweep] == ["static-0.1x", "static-1x", "static-10x"]  # by beta
     document = comparison.to_json(["one", "two"])
-    assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "recommended", "notes"}
+    assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "notes"}
     assert document["verdict"] == "one\ntwo"
     static = document["variants"]["static-1x"]
     assert set(static) == {"family", "seeds", "mean", "sd"}
@@ -52,13 +53,14 @@ def test_score_at_equal_kl_takes_the_seed_s_own_noise_away(grid: Grid) -> None:
 def test_one_seed_and_unequal_lengths_have_notes(grid: Grid, tmp_path: Path) -> None:
     comparison = grid(seeds=1)
     assert len(read_comparison([tmp_path]).variants) == 5  # the folder of a comparison stands for its runs
-    assert [note.partition(":")[0] for note in comparison.notes] == ["not like for like"]
+    (note,) = comparison.notes
+    assert note.startswith("not like for ")
     lines = judge(comparison)
-    assert lines[-1] == "1 seed: no difference can be judged. Two show a spread, five give an interval."
+    assert lines[-1].startswith("1 seed: no difference ")
     assert not any("at equal KL" in line for line in lines)
     assert comparison.to_json([])["variants"]["static-1x"]["sd"]["kl"] is None
     comparison = grid({"other": ("adaptive", 0.2, 0.1)}, seeds=2, updates={1: 40})
-    assert comparison.notes[0].startswith("the runs have between 40 and 60 updates: ")
+    assert numbers(comparison.notes[0])[:2] == [40, 60]
     assert "other-s1: unfinished: 40 of 60 updates" in comparison.notes
     x, mean, low, high = comparison.variants[0].series("kl/token")  # ends where the shortest run does
     assert (x[-1], mean[-1]) == (40.0, pytest.approx(0.1005))
@@ -73,14 +75,14 @@ def test_perplexities_of_different_texts_have_a_note(write_run: Write, metrics_r
         rows[-1] |= {"eval/perplexity": 9.0, "eval/documents": documents}
         paths.append(write_run(name, rows, config={"kl": {"target": 0.1 if name == "a" else 0.2}}))
     (note,) = (note for note in read_comparison(paths).notes if "perplexities" in note)
-    assert note.endswith("texts of each run: a 8, b 20")
+    assert note.endswith(": a 8, b 20")
     assert not [note for note in read_comparison(paths[:1]).notes if "perplexities" in note]
 
 
 def test_what_cannot_be_compared(write_run: Write, metrics_rows: Rows, tmp_path: Path) -> None:
     rows = metrics_rows([0.1] * 4)
     one, again = write_run("a", rows), write_run("b", rows)
-    with pytest.raises(InputError, match="are the same run: a, seed 0"):
+    with pytest.raises(InputError, match="same run: a, seed 0"):
         read_comparison([one, again])
     other = write_run("c", rows, config={"kl": {"unit": "sequence"}})
     with pytest.raises(InputError, match="different units"):
@@ -98,10 +100,11 @@ def test_scores_on_different_scales_are_not_compared(write_run: Write, metrics_r
         paths.append(write_run(name, metrics_rows([kl] * 40), config=config))
     comparison = read_comparison(paths)
     assert comparison.equal_kl == []
-    assert "scores of a-1 and b-1 are not comparable at equal KL: reward.clip: 5.0 -> 3.0" in comparison.notes
+    notes = [note for note in comparison.notes if "reward.clip: 5.0 -> 3.0" in note]
+    assert any(note.startswith("scores of a-1 and b-1 ") for note in notes)
 
 
-def test_a_sweep_of_targets_names_the_one_with_the_highest_gold(write_run: Write, metrics_rows: Rows) -> None:
+def test_a_sweep_of_targets_shows_what_each_cost(write_run: Write, metrics_rows: Rows) -> None:
     paths = []
     for target, golds in {0.05: (0.9, 1.1), 0.1: (2.6, 3.2), 0.2: (2.9, 3.1), 0.4: (-0.1, 0.1)}.items():
         for seed, gold in enumerate(golds):
@@ -111,10 +114,8 @@ def test_a_sweep_of_targets_names_the_one_with_the_highest_gold(write_run: Write
             paths.append(write_run(f"target-{target}-s{seed}", rows, config=config, summary=summary))
     comparison = read_comparison(paths)
     lines = judge(comparison)
-    assert lines[0].startswith("Recommended target: 0.4 nats per token: the highest that was tried; no limit was met")
-    assert lines[1].endswith(" --set kl.target=0.4")
-    assert lines[2].endswith("The true score is highest (3.00) at 0.2.")
-    assert lines[3].startswith("KL targets per token: held by target-0.05, target-0.1, ")
+    assert lines[0].startswith("KL targets per token: held by target-0.05, target-0.1, ")
+    assert not any("kl.target" in line for line in lines)  # it shows what each cost; `scale` suggests one
     score, perplexity, _ = target_charts(sweep_of(comparison))  # forgetting is unknown
     assert [line.label for line in score.lines] == ["score", "true score"]
     assert score.lines[1].x == [0.05, 0.1, 0.2, 0.4]

@@ -111,6 +111,7 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
     assert " ".join(shown.split()).startswith(told)
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1])  # the last is the path
     assert "says adaptive" in shown
-    assert "best of n 1.50" in text  # at the pointer
+    assert "best of n 0 to 2" in text  # for who cannot see the chart
+    assert "<script" not in text
     drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert drawn == {"compare", "score", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}

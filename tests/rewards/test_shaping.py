@@ -6,23 +6,16 @@ import pytest
 import torch
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.rewards.shaping import ResponseTraits, ScoreShaping, response_traits
+from rlhf_kl.rewards.shaping import ScoreShaping, repeated_share
 
 
 def fit(scores: list[float], *, normalize: bool = True, **options: Any) -> ScoreShaping:
     return ScoreShaping(**options).fit(torch.tensor(scores), normalize=normalize)
 
 
-def traits(ended: list[bool], lengths: list[int] | None = None, repeated: list[float] | None = None) -> ResponseTraits:
-    rows = len(ended)
-    return ResponseTraits(
-        torch.tensor(ended), torch.tensor(lengths or [1] * rows), torch.tensor(repeated or [0.0] * rows)
-    )
-
-
 def test_reference_samples_get_mean_zero_and_spread_one() -> None:
     raw = [10.0, 14.0, 18.0, 22.0]
-    shaped = fit(raw)(torch.tensor(raw), traits([True] * 4))
+    shaped = fit(raw)(torch.tensor(raw), {})
     assert float(shaped.mean()) == pytest.approx(0, abs=1e-6)
     assert float(shaped.std(correction=0)) == pytest.approx(1)
     assert fit([1e-5, 2e-5]).std == pytest.approx(5e-6, rel=1e-3)  # small differences are no constant
@@ -32,19 +25,20 @@ def test_reference_samples_get_mean_zero_and_spread_one() -> None:
 def test_scores_of_any_size_have_their_scale(offset: float, size: float) -> None:
     """Those of functions, which are float64: in float32 a step at 1e8 is 8."""
     raw = torch.tensor([offset + size * x for x in (1.0, 2.0, 3.0, 6.0)], dtype=torch.float64)
-    shaped = ScoreShaping().fit(raw, normalize=True)(raw, traits([True] * 4))
+    shaped = ScoreShaping().fit(raw, normalize=True)(raw, {})
     assert shaped.tolist() == pytest.approx([-2 / 3.5**0.5, -1 / 3.5**0.5, 0.0, 3 / 3.5**0.5], abs=1e-6)
 
 
 def test_scores_that_differ_by_rounding_alone_have_no_scale() -> None:
     """As those of a reward model that gives every text the same, but for its padding."""
-    with pytest.raises(InputError, match="have about the score"):
+    with pytest.raises(InputError, match="about the score"):
         fit([0.7, 0.7 + 6e-8, 0.7 - 6e-8])
 
 
 def test_clip_and_penalty_come_after_the_scale() -> None:
     shaping = fit([0.0, 10.0], clip=2.0, missing_eos_penalty=0.5)
-    assert shaping(torch.tensor([5.0, 100.0, -100.0]), traits([True, True, False])).tolist() == [0.0, 2.0, -2.5]
+    penalties = shaping.penalties([[1]] * 3, torch.tensor([True, True, False]))
+    assert shaping(torch.tensor([5.0, 100.0, -100.0]), penalties).tolist() == [0.0, 2.0, -2.5]
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, 1e6])
@@ -52,20 +46,20 @@ def test_equal_scores_have_no_scale(value: float) -> None:
     with pytest.raises(InputError, match="finds no scale"):
         fit([value] * 5, normalize=True)
     as_it_is = fit([value] * 5, normalize=False)
-    assert as_it_is(torch.tensor([7.0]), traits([True])).tolist() == [7.0]
+    assert as_it_is(torch.tensor([7.0]), {}).tolist() == [7.0]
 
 
 def test_penalties_are_taken_off_by_name() -> None:
     shaping = fit([0.0, 10.0], missing_eos_penalty=0.5, length_penalty=0.01, repetition_penalty=2.0)
-    result = traits([True, False], lengths=[10, 20], repeated=[0.25, 0.0])
-    terms = shaping.penalties(result)
+    twice, ended = [1, 2, 3, 9, 1, 2, 3, 8, 7, 6], torch.tensor([True, False])
+    terms = shaping.penalties([twice, list(range(20))], ended)
     assert {name: term.tolist() for name, term in terms.items()} == {
         "missing_eos": [0.0, 0.5],
         "length": pytest.approx([0.1, 0.2]),
-        "repetition": [0.5, 0.0],
+        "repetition": pytest.approx([0.25, 0.0]),  # one of eight runs
     }
-    assert shaping(torch.tensor([5.0, 5.0]), result).tolist() == pytest.approx([-0.6, -0.7])
-    assert fit([0.0, 10.0]).penalties(result) == {}
+    assert shaping(torch.tensor([5.0, 5.0]), terms).tolist() == pytest.approx([-0.35, -0.7])
+    assert fit([0.0, 10.0]).penalties([[1], [2]], ended) == {}
 
 
 @pytest.mark.parametrize(
@@ -73,9 +67,7 @@ def test_penalties_are_taken_off_by_name() -> None:
     [([1, 2, 3, 4, 5], 0.0), ([7, 7, 7, 7, 7], 2 / 3), ([1, 2, 3, 9, 1, 2, 3], 1 / 5), ([1, 2], 0.0), ([], 0.0)],
 )
 def test_a_run_of_three_tokens_that_comes_again_is_repeated(tokens: list[int], repeated: float) -> None:
-    result = response_traits([tokens], torch.tensor([True]))
-    assert result.lengths.tolist() == [len(tokens)]
-    assert float(result.repeated) == pytest.approx(repeated)
+    assert repeated_share(tokens) == pytest.approx(repeated)
 
 
 def test_the_share_that_the_clip_cuts_off() -> None:

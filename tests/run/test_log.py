@@ -204,12 +204,13 @@ def test_finite_numbers_are_sent_once_at_their_step(write: Write, stand_in: Call
 def test_one_that_fails_is_switched_off_and_tells_no_password(write: Write, stand_in: Callable[..., list[Any]]) -> None:
     calls = stand_in(OSError("http://me:hunter2@127.0.0.1:9 does not answer"))
     alerts = write("wandb", [*ROWS, {"step": 3, "kl/token": 0.5}])
-    assert alerts == "alert: wandb: http://127.0.0.1:9 does not answer: switched off; metrics.jsonl has every row"
+    assert alerts.startswith("alert: wandb: http://127.0.0.1:9 ")
+    assert "hunter2" not in alerts
     assert calls[1:] == [(1, {"kl/token": 0.25, "kl/coef": 0.5})]
 
 
 @pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["absent", "a folder of that name"])
 def test_one_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, spec: ModuleSpec | None) -> None:
     monkeypatch.setattr(log, "find_spec", lambda name: spec)
-    with pytest.raises(InputError, match=r"tracking\.trackers: wandb is not installed: pip install wandb"):
+    with pytest.raises(InputError, match=r"^tracking\.trackers: .*pip install wandb"):
         check_installed(["wandb"])

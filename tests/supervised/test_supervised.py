@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.config.schema.supervised import SFTSection
 from rlhf_kl.data.rows import Example, Pair
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, MemoryFull
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head
@@ -22,7 +22,7 @@ from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.supervised.figures import calibration_error, histogram, label_figures, pair_figures
 from rlhf_kl.supervised.fit import SupervisedTrainer
 from rlhf_kl.supervised.kinds import PairTask, ResponseTask, TextTask
-from tests.made import Make, weights
+from tests.made import Make, numbers, weights
 
 EXAMPLES = [Example("ab", "cd"), Example("d", "abc"), Example("cc", "")]
 
@@ -46,11 +46,8 @@ def test_a_prompt_that_fills_the_context_is_left_out_and_a_long_response_cut(new
     rows = [Example("abcd", "a"), Example("ab", "cdcd"), Example("a", "b")]
     task = ResponseTask(LM(new_model(context=5)), letters, rows)
     assert task.rows == [[1, 3, 4, 5, 6], [1, 3, 4, 2]]
-    assert task.notes == [
-        "1 of 3 responses are longer than the context and are cut off",
-        "1 of 3 rows left out: their prompts fill the context, or have no tokens",
-    ]
-    with pytest.raises(InputError, match="fill the context of 5"):
+    assert [numbers(note) for note in task.notes] == [[1, 3], [1, 3]]  # cut off; left out
+    with pytest.raises(InputError, match="context of 5"):
         ResponseTask(LM(new_model(context=5)), letters, rows[:1])
 
 
@@ -80,10 +77,9 @@ def test_what_the_prompt_opens_is_once_in_front_of_a_response(new_model: Make, l
     assert task.rows[3] == [*prompt, 3, 2]
     assert task.rows[1][-4:] == thought
     assert task.starts == [5] * 4
-    assert task.notes == [
-        "2 of 4 responses do not begin with 'cc', with which the chat template ends the prompt: "
-        "they are learned as what follows it"
-    ]
+    [note] = task.notes
+    assert numbers(note) == [2, 4]
+    assert "'cc'" in note
 
 
 def test_rows_of_which_the_tokenizer_makes_no_tokens(new_model: Make) -> None:
@@ -92,10 +88,10 @@ def test_rows_of_which_the_tokenizer_makes_no_tokens(new_model: Make) -> None:
     lm, other = LM(new_model()), "\u6587"
     task = ResponseTask(lm, blind, [Example(other, "a"), Example("b", "a")])
     assert task.rows == [[4, 3, 2]]
-    assert task.notes == ["1 of 2 rows left out: their prompts fill the context, or have no tokens"]
-    with pytest.raises(InputError, match="the prompts of all 1 rows have no tokens"):
+    assert [numbers(note) for note in task.notes] == [[1, 2]]
+    with pytest.raises(InputError, match="all 1 rows"):
         ResponseTask(lm, blind, [Example(other, "a")])
-    with pytest.raises(InputError, match=r"data\.texts: the tokenizer of the model makes no tokens of any of 2 texts"):
+    with pytest.raises(InputError, match=r"^data\.texts: .* 2 texts"):
         TextTask(lm, blind, [other, other * 2])
 
 
@@ -115,7 +111,7 @@ def test_the_loss_is_that_of_transformers_over_text_and_eos(new_model: Make, let
 def test_long_texts_are_cut_and_counted(new_model: Make, letters: Any) -> None:
     task = TextTask(LM(new_model(context=4)), letters, ["abcd", "ab", "abc"])
     assert task.rows == [[1, 3, 4, 5], [1, 3, 4, 2], [1, 3, 4, 5]]
-    assert task.notes == ["2 of 3 texts are longer than the context and are cut off"]
+    assert [numbers(note) for note in task.notes] == [[2, 3]]
     assert task.lengths == [4, 4, 4]
     assert float(task.loss([0, 1, 2])[0].detach()) > 0
 
@@ -174,6 +170,12 @@ def test_the_size_of_a_microbatch_is_no_part_of_the_result(make: Make) -> None:
     for moved, loss in found[1:]:
         torch.testing.assert_close(moved, found[0][0], rtol=1e-3, atol=1e-6)
         assert loss == pytest.approx(found[0][1], rel=1e-5)
+
+
+def test_full_memory_names_the_key_of_the_section(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextTask, "loss", lambda *_: torch.empty(1 << 60))
+    with pytest.raises(MemoryFull, match=r"sft\.microbatch_size"):
+        make().step(1)
 
 
 def test_a_step_goes_down_the_mean_over_tokens(make: Make) -> None:

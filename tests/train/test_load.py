@@ -12,9 +12,9 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.training import EvalSection, PromptsSection
-from rlhf_kl.data import sets
 from rlhf_kl.data.rows import Labelled, Pair, PromptRow, read_texts
 from rlhf_kl.errors import InputError
+from rlhf_kl.train import sets
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.setup import build_prompts
 from rlhf_kl.train.world_files import with_files
@@ -43,7 +43,7 @@ def test_a_built_in_world_stands_behind_its_name(loader: Loader) -> None:
     assert len(sets.load("eval.texts", config.eval.texts, "test", read, 7)) == 7
     scorers = loader.scorers(config.reward)
     assert scorers.model is not None
-    assert scorers(answered("The hotel in Oslo:", "")).values["gold"].tolist() == [-4.0]
+    assert scorers(answered("The hotel in Oslo:", ""))[0]["gold"].tolist() == [-4.0]
 
 
 @pytest.mark.parametrize("base", ["/home/ana/old/llama", "./llama"])
@@ -62,8 +62,8 @@ def test_prompts_that_are_all_the_same_to_the_tokenizer(new_model: Make, letters
     config = TrainConfig.model_validate({"policy": {"model": SMALL}, "rollout": {"max_new_tokens": 4}})
     rows = [PromptRow(text, {}) for text in "xyz"]  # which it does not know
     words = problem(build_prompts, config, (rows[:2], rows[2:]), new_model(), letters)
-    assert "every prompt is a held-out one too: the policy's tokenizer" in words
-    assert "leaves no more of 'x' than [1, 0]" in words
+    assert words.startswith("data.prompts: ")
+    assert "of 'x' than [1, 0]" in words  # what its tokenizer makes of it
 
 
 def answered(prompt: str, response: str) -> Responses:
@@ -107,7 +107,7 @@ def test_what_is_held_out_by_name_is_not_trained_on(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
     kept = jsonl(tmp_path / "h.jsonl", [{"text": "b"}])
     assert sets.documents(SFTDataSection(texts=train, eval_texts=kept)) == (["a", "c"], ["b"])
-    with pytest.raises(InputError, match="every row is a held-out row too"):
+    with pytest.raises(InputError, match=r"^data\.texts: every row"):
         sets.documents(SFTDataSection(texts=kept, eval_texts=kept))
     labels = jsonl(tmp_path / "l.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 0}])
     apart = jsonl(tmp_path / "m.jsonl", [{"text": "b", "label": 0}])
@@ -125,7 +125,7 @@ def test_prompts_in_the_form_of_conversations_and_of_columns(tmp_path: Path) -> 
     posts = jsonl(tmp_path / "t.jsonl", [{"title": "T", "post": "P {x}"}])
     section = PromptsSection(prompts=posts, template="{{{title}}} {post}\nTL;DR:")
     assert sets.prompts(section, HELD)[0][0].text == "{T} P {x}\nTL;DR:"
-    with pytest.raises(InputError, match=r"no column 'ttle'; did you mean title\?"):
+    with pytest.raises(InputError, match=r"'ttle'.* title\?"):
         sets.prompts(PromptsSection(prompts=posts, template="{ttle}"), HELD)
 
 
@@ -136,12 +136,12 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
         "model": {"model": str(tiny_reward_folder), "weight": 0.5},
     }
     section = RewardSection.model_validate({"kind": "sum", "terms": terms, "gold": tiny_data.reward})
-    together = loader.scorers(section)(answered("x", "aab")).values
-    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(answered("x", "aab")).values["reward"])
+    together = loader.scorers(section)(answered("x", "aab"))[0]
+    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(answered("x", "aab"))[0]["reward"])
     assert float(together["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
     assert float(together["gold"]) == 0.25
 
 
 def test_gold_can_be_left_out(loader: Loader, tiny_data: Any) -> None:
     section = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
-    assert set(loader.scorers(section, gold=False)(answered("x", "aa")).values) == {"reward"}
+    assert set(loader.scorers(section, gold=False)(answered("x", "aa"))[0]) == {"reward"}

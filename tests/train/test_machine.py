@@ -27,7 +27,7 @@ def test_a_device_that_is_not_here() -> None:
         with pytest.raises(InputError, match=r"run\.device: cuda:99"):
             run_device(RunSection(device="cuda:99"))
     else:
-        with pytest.raises(InputError, match=r"run\.device: cuda: no CUDA device"):
+        with pytest.raises(InputError, match=r"^run\.device: cuda: "):
             run_device(RunSection(device="cuda"))
         with pytest.raises(InputError, match=r"run\.device: mps"):
             run_device(RunSection(device="mps"))
@@ -49,7 +49,7 @@ def test_several_processes_of_a_command_that_runs_in_one(monkeypatch: pytest.Mon
 
 def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(InputError, match=r"accelerate's FSDP is not used here: write policy\.shard"):
+    with pytest.raises(InputError, match=r"FSDP .*policy\.shard"):
         run_device(RunSection(device="cpu"), group=True)
 
 
@@ -61,10 +61,10 @@ def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatc
         ("auto", "cpu", False, "float32", None),
         ("float32", "gpu", False, "float32", None),
         # of a run that is read where it may not have been trained
-        ("bfloat16", "cpu", True, "float32", "run.dtype: bfloat16; here, on cpu, the models compute in float32"),
+        ("bfloat16", "cpu", True, "float32", "on cpu"),
         ("bfloat16", "gpu", True, "bfloat16", None),
         ("auto", "cpu", True, "float32", None),  # as for `--model`
-        ("auto", "gpu", True, "bfloat16", "run.dtype: auto; here, on cuda, the models compute in bfloat16"),
+        ("auto", "gpu", True, "bfloat16", "on cuda"),
         ("float32", "gpu", True, "float32", None),
     ],
 )
@@ -79,7 +79,8 @@ def test_the_type_of_a_machine(
     with caplog.at_level("INFO", logger="rlhf_kl"):
         config = on_this_machine(TrainConfig.model_validate({"run": {"dtype": written}}), stored=read)
     assert config.run.dtype == dtype
-    assert caplog.messages == [told] * (told is not None)
+    assert len(caplog.messages) == (told is not None)
+    assert all(f"run.dtype: {written}" in line and str(told) in line for line in caplog.messages)
     on_cpu = TrainConfig.model_validate({"run": {"dtype": written, "device": "cpu"}})
     assert on_this_machine(on_cpu).run.dtype == ("float32" if written == "auto" else written)
 
@@ -129,7 +130,7 @@ def test_the_size_of_a_group(variables: str, size: int | None, launched: Callabl
     if size is not None:
         assert group_size() == size
         return
-    with pytest.raises(InputError, match="started 2 processes that do not know of each other"):
+    with pytest.raises(InputError, match="started 2 processes"):
         group_size()
 
 
@@ -149,7 +150,7 @@ def test_every_command_refuses_such_copies(
     outcome = rlhf_kl(*line.split(), "--quiet")
     assert outcome.code == 2
     (told,) = outcome.err.splitlines()
-    assert "srun or mpirun started 2 processes that do not know of each other" in told
+    assert "mpirun started 2 processes" in told
     assert "torchrun" in told
     assert not (tmp_path / "runs").exists()
 
@@ -185,7 +186,7 @@ def test_the_gpu_of_one_of_several_processes(
     ("variables", "words"),
     [
         ("WORLD_SIZE=4 RANK=3 LOCAL_RANK=3 MASTER_ADDR=127.0.0.1 MASTER_PORT=1", "LOCAL_RANK is 3"),
-        ("WORLD_SIZE=2", "WORLD_SIZE is set, but not RANK, MASTER_ADDR, MASTER_PORT: start them with"),
+        ("WORLD_SIZE=2", "WORLD_SIZE is set"),
     ],
 )
 def test_a_process_of_a_group_that_cannot_begin_says_so_itself(
@@ -210,8 +211,8 @@ def test_accelerates_precision_is_told_to_have_no_effect(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     train_command(lambda *_: {}, on_cpu(tmp_path / "run", dtype), resume=False, overwrite=False)
-    line = f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({dtype})"
-    assert caplog.messages == [line] * told
+    assert len(caplog.messages) == told
+    assert all(precision in line and f"run.dtype decides ({dtype})" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize(("delay", "level"), [(0.02, "doubtful"), (0.0, "fine")])
@@ -228,7 +229,7 @@ def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
     assert bfloat16_slowdown(config.run.model_copy(update={"dtype": "float32"})) == 1.0
     finding = check_dtype(config, torch.device("cpu"))
     assert finding.level == level
-    assert ("times as long as in float32" in finding.text) == (delay > 0)
+    assert ("in float32" in finding.text) == (delay > 0)
 
 
 def shard(policy: Any, reference: Any) -> None:
@@ -240,7 +241,7 @@ def shard(policy: Any, reference: Any) -> None:
 
 def test_an_adapters_reference_is_the_policy() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(InputError, match=r"no frozen model is separate from the policy: set policy\.shard"):
+    with pytest.raises(InputError, match=r"set policy\.shard"):
         shard(model, model)
 
 
@@ -248,10 +249,10 @@ def test_a_machine_that_does_not_see_the_run_s_folder(tmp_path: Path) -> None:
     settings = {"policy": {"model": "builtin:reviews", "shard": True}, "run": {"output_dir": str(tmp_path / "run")}}
     lm = SimpleNamespace(model=nn.Linear(1, 1), device=torch.device("cpu"))
     parts: Any = SimpleNamespace(policy=lm, reference=lm, scorers=Scorers(), sharded=[])
-    with pytest.raises(InputError, match=r"policy\.shard: all machines write to .*/run, which this one does not see"):
+    with pytest.raises(InputError, match=r"^policy\.shard: .*/run"):
         shard_models(TrainConfig.model_validate(settings), parts, torch.device("cpu"))
 
 
 def test_a_model_that_does_not_name_its_layers() -> None:
-    with pytest.raises(InputError, match="a Sequential does not name its layers"):
+    with pytest.raises(InputError, match="a Sequential does"):
         shard(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))

@@ -12,6 +12,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.train.loop import evaluate_policy
 from rlhf_kl.train.plan import SHARE, EvalPlan, plan_evaluations
+from rlhf_kl.train.resolved import resolve
 from rlhf_kl.train.setup import Setup, build_setup
 from rlhf_kl.train.start import prepare_training
 
@@ -29,7 +30,7 @@ def settings(tiny_settings: dict[str, Any]) -> Callable[..., TrainConfig]:
 
 @pytest.fixture(scope="module")
 def setup(settings: Callable[..., TrainConfig]) -> Setup:
-    return build_setup(settings(20), torch.device("cpu"))
+    return build_setup(resolve(settings(20)), torch.device("cpu"))
 
 
 def planned(config: TrainConfig, setup: Setup, before: EvalPlan | None = None) -> EvalPlan:
@@ -74,7 +75,7 @@ def test_penalties_and_the_rate_of_the_critic_are_those_of_the_config(tiny_setti
     changes = {"reward": penalties, "ppo": {"critic_learning_rate": 5.0e-3}}
     changes = {name: tiny_settings[name] | section for name, section in changes.items()}
     config = TrainConfig.model_validate(tiny_settings | changes)
-    training = prepare_training(config, build_setup(config, torch.device("cpu")))
+    training = prepare_training(config, build_setup(resolve(config), torch.device("cpu")))
     assert {name: getattr(training.shaping, name) for name in penalties} == penalties
     rates = [group["lr"] for group in training.trainer.optimizer.param_groups]
     assert rates == [2.0e-4, 2.0e-4, 5.0e-3]  # matrices, vectors, critic

@@ -8,9 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_kl.config.schema.sections import NonNegative, Plugin, Positive, Section, refuse
-from rlhf_kl.control import CONTROLLERS, SYNONYMS, KLController, law_options, resolve_bounds, stored_name
-from rlhf_kl.errors import InputError, suggestion
-from rlhf_kl.plugins import is_reference
+from rlhf_kl.control import builtin_law, law_options, resolve_bounds, stored_name
 
 PRESETS = {"conservative": 0.02, "moderate": 0.075, "aggressive": 0.15}  # nats per token
 
@@ -61,17 +59,6 @@ class ControllerSection(Section):
             problems.append(f"{where}: {error}")
         refuse(*problems)
         return self
-
-
-def builtin_law(kind: str) -> type[KLController] | None:
-    """The class of a built-in kind of controller; None for a plugin. Errors: InputError for an unknown name."""
-    if is_reference(kind):
-        return None
-    name = stored_name(kind)
-    if name not in CONTROLLERS:
-        hint = suggestion(kind, [*CONTROLLERS, *SYNONYMS])
-        raise InputError(f"unknown name {kind!r}{hint} (or write file.py:Class or module:Class)")
-    return CONTROLLERS[name]
 
 
 class CeilingSection(Section):

@@ -1,5 +1,5 @@
 "use strict";
-// A probe is a chart or a response: the text of the place under the pointer, or reached with the arrow keys, is shown below it.
+// A probe is a response: the figures of the token under the pointer, or reached with the arrow keys, are shown below it.
 for (const probe of document.querySelectorAll(".probe")) {
   const places = Array.from(probe.querySelectorAll("[data-tip]"));
   const output = probe.parentElement.querySelector("output");

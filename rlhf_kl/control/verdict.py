@@ -1,4 +1,4 @@
-"""How well a run held its KL target: the one definition, for tables, charts, monitors and benchmarks.
+"""How well a run held its KL target: the one definition, and its words, for all that shows or judges a run.
 
 Most take KL / target of each update, in order; a KL that is not finite counts as infinite.
 """
@@ -15,6 +15,13 @@ BAND_FROM = 15  # first update that counts for time in band: before, a KL that s
 HELD_ERROR = BAND / 2  # of a run that held its target: at most this tail error,
 HELD_SHARE = 0.9  # and at least this share of its updates in band
 END = 10  # updates that closing figures are averaged over
+WORDS = {
+    "held": "target {target:g} held (within {tail_error:.0%} on average)",
+    "late": "target {target:g} reached late (in band from update {since} on, within {error_since:.0%} since)",
+    "missed": "target {target:g} missed (off by {tail_error:.0%} on average)",
+    "short": "{share:.0%} of the target {target:g} in {updates} updates: too short to say more ({why})",
+    None: "no target (beta does not depend on the KL)",
+}
 
 Item = TypeVar("Item")
 
@@ -22,6 +29,11 @@ Item = TypeVar("Item")
 def ratios(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """KL / target of each row, in the target's unit."""
     return [math.inf if row["kl/error"] is None else row["kl/error"] + 1.0 for row in rows]
+
+
+def in_band(ratio: float) -> bool:
+    """Whether a KL over its target is within 25 % of it."""
+    return abs(ratio - 1.0) <= BAND
 
 
 def near_target(row: Mapping[str, Any]) -> bool:
@@ -47,7 +59,7 @@ def tail_error(values: Sequence[float]) -> float | None:
 def time_in_band(values: Sequence[float]) -> float | None:
     """Share of the updates from number 15 on within 25 % of the target; None for a shorter run."""
     late = values[BAND_FROM - 1 :]
-    return fmean(abs(value - 1.0) <= BAND for value in late) if late else None
+    return fmean(map(in_band, late)) if late else None
 
 
 def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
@@ -72,6 +84,18 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     last = end(values)
     now, before = fmean(last), fmean(values[-2 * len(last) : -len(last)])
     climbed = before < min(now, 1.0 - BAND) and now <= 1.0 + BAND and now * now >= before * (1.0 - BAND)
-    if climbed and abs(values[-1] - 1.0) <= BAND:  # since the update after the last one outside the band
-        return "short", 2 + max(i for i, value in enumerate(values) if abs(value - 1.0) > BAND), None
+    if climbed and in_band(values[-1]):  # since the update after the last one outside the band
+        return "short", 2 + max(i for i, value in enumerate(values) if not in_band(value)), None
     return "short" if climbed and fmean(tail(last)) > fmean(last[: len(last) // 2]) else "missed", None, None
+
+
+def verdict_text(figures: Mapping[str, Any]) -> str:
+    """The verdict in words; `figures`: of `control_figures`."""
+    share = (figures["kl"] or 0.0) / figures["target"]
+    return WORDS[figures["verdict"]].format_map({**figures, "share": share, "why": why_short(figures)})
+
+
+def why_short(figures: Mapping[str, Any]) -> str:
+    """Why a run is too short to say; `figures`: of `control_figures`."""
+    reached = f"in band only from update {figures['since']} on" if figures["since"] else "the KL still rises"
+    return f"under {BAND_FROM} updates" if figures["updates"] < BAND_FROM else reached

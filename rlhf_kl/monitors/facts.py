@@ -1,22 +1,34 @@
-"""What the alarms are judged by: the figures of a run so far, as rows of `metrics.jsonl` bring them."""
+"""The facts of a run: what was measured of it, each with one definition.
+
+`History` holds those of a run that goes on, row by row, for the alarms; the functions before it tell those of the rows
+of a whole run, for its summary, its card, its pages and comparisons. How well it held its target: `control/verdict.py`.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import correlation, fmean, linear_regression, median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf_kl.control import adjusts
+from rlhf_kl.control.verdict import end, near_target, ratios, tail_error, time_in_band, verdict
 from rlhf_kl.events import Event, UpdateSkipped, WeightsLost
-from rlhf_kl.report.outcome import is_update, worth
 from rlhf_kl.text import read_number
 
 if TYPE_CHECKING:  # what shows a run needs no torch
     from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.ppo.reference import ReferenceScores
 
+StartEnd = tuple[float | None, float | None]
+
+CLOSING = {
+    "scores": "objective/scores", "scores_shaped": "objective/scores_shaped", "gold": "objective/gold",
+    "kl_sequence": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
+    "perplexity": "eval/perplexity", "forgetting": "eval/forward_kl_token", "distinct_2": "eval/distinct_2",
+}  # fmt: skip
 WINDOW = 100  # rows that are kept
 START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
@@ -27,6 +39,86 @@ SAMPLED = {  # 0 on average where the tokens were sampled from the policy
 BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
 STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
          "best_checkpoint")  # fmt: skip
+
+# ---- of all rows
+
+
+def is_update(row: Mapping[str, Any]) -> bool:
+    """False for the row of a closing evaluation, which is no update."""
+    return "kl/error" in row
+
+
+def worth(row: Mapping[str, Any], coef: float | None) -> float:
+    """A figure by which the rows of one run can be compared; NaN or -inf for a row that does not count.
+
+    coef: a beta that does not depend on the KL: the shaped score less coef times the KL of a response. None: beta
+    follows the KL, so score - beta * KL means another thing in each row; then it is the shaped score, in rows whose
+    KL is near the target or below.
+    """
+    if coef is None:
+        return float(row["objective/scores_shaped"]) if near_target(row) else -math.inf
+    return float(row["objective/scores_shaped"] - coef * row["kl/sequence"])
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of numbers; None without numbers, or if one is missing."""
+    every = list(values)
+    known = [value for value in every if value is not None]
+    return fmean(known) if known and len(known) == len(every) else None
+
+
+def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
+    """The figures that judge a run, for its summary, its card and its pages; what they mean: see `control.verdict`.
+
+    rows: those of all updates; `kl` is their mean at the end, None if one was not finite. kl: the config's section.
+    A beta that does not depend on the KL has no verdict.
+    """
+    values = ratios(rows)
+    word, since, error = verdict(values) if adjusts(kl.controller.kind) else (None, None, None)
+    return {
+        "kl": mean(row.get(f"kl/{kl.unit}") for row in end(rows)),
+        "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
+        "tail_error": tail_error(values), "time_in_band": time_in_band(values),
+        "verdict": word, "since": since, "error_since": error,
+    }  # fmt: skip
+
+
+def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> dict[str, StartEnd]:
+    """Start and end of each figure that was measured: the first update, and the mean of the last ten (`end`).
+
+    rows: those of all updates, and of the closing evaluation. What only evaluations measure (`eval/*`): the first and
+    the last evaluation. unit: of `kl`.
+    """
+
+    def numbers(some: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+        return [value for row in some if (value := read_number(row, key)) is not None]
+
+    updates = [row for row in rows if is_update(row)]
+    figures: dict[str, StartEnd] = {}
+    for name, key in {"kl": f"kl/{unit}", **CLOSING}.items():
+        first, last = numbers(updates[:1], key), numbers(end(updates), key)
+        if key.startswith("eval/"):
+            found = numbers(rows, key)
+            first, last = found[:-1][:1], found[-1:]
+        if last:
+            figures[name] = (first[0] if first else None, fmean(last))
+    return figures
+
+
+def score_error(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Standard error of the score at the end, a mean over updates: that of their batches; None where a row lacks it."""
+    last = end([row for row in rows if is_update(row)])
+    errors = [error for row in last if (error := read_number(row, "objective/scores_stderr")) is not None]
+    return math.hypot(*errors) / len(errors) if errors and len(errors) == len(last) else None
+
+
+def closing_note(updates: int) -> str:
+    """What the two values of a closing figure are, in a run of that many updates."""
+    count = len(end(range(updates)))
+    return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
+
+
+# ---- row by row
 
 
 class History:

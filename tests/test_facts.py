@@ -4,15 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.report.outcome import (
-    closing_figures,
-    control_figures,
-    is_update,
-    score_error,
-    score_text,
-    verdict_text,
-    worth,
-)
+from rlhf_kl.control.verdict import verdict_text
+from rlhf_kl.monitors.facts import closing_figures, control_figures, is_update, score_error, worth
+from rlhf_kl.text import score_text
 
 
 def test_the_closing_evaluation_is_no_update() -> None:
@@ -80,6 +74,8 @@ def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
     else:
         assert (figures["verdict"], figures["since"], figures["error_since"]) == ("late", 21, pytest.approx(0.04))
         assert verdict_text(figures) == "target 0.2 reached late (in band from update 21 on, within 4% since)"
+    broken = [*rows[:-1], rows[-1] | {"kl/sequence": None, "kl/error": None}]
+    assert control_figures(broken, kl)["kl"] is None
     evaluated = [{"eval/perplexity": 2.9}, *rows, {"eval/perplexity": 3.5}]
     found = closing_figures(evaluated, "sequence")
     assert found == {"kl": pytest.approx((0.02, 0.208)), "scores": pytest.approx((0.1, 1.04)), "perplexity": (2.9, 3.5),

@@ -1,15 +1,14 @@
-"""What a comparison says: at most five sentences, of which the first is the answer, and tables of its figures."""
+"""What a comparison says: a few sentences, of which the first is the answer, and a table of its figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from rlhf_kl.control.verdict import why_short
 from rlhf_kl.report.comparison import Comparison, Variant
 from rlhf_kl.report.equal_kl import EqualKL
-from rlhf_kl.report.outcome import why_short
-from rlhf_kl.report.sweep import recommend, sweep_of
-from rlhf_kl.shell import shell_command, short_path
+from rlhf_kl.shell import shell_command
 from rlhf_kl.text import format_number, format_percent
 
 MEASURES = {"scores_shaped": "Score", "gold": "True score"}
@@ -29,19 +28,16 @@ def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         names.remove("gold")
     titles = {"kl": f"KL/{comparison.unit}", "scores": "score", "gold": "true score"}
     header = ["variant", "target", *(titles.get(name, name) for name in names)]
-    rows = [[v.name, outcome(v, short=True), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
+    rows = [[v.name, outcome(v), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
     return header, rows
 
 
-def outcome(variant: Variant, *, short: bool = False) -> str:
+def outcome(variant: Variant) -> str:
     """What became of a variant's target: its verdict, how many seeds have it, or where a constant beta ended."""
     if counts := variant.verdicts:
         (word, count), *others = counts.most_common()
-        text = word if short else WORDS[word]
-        return f"{text} {count}/{len(variant.runs)}" if others else text
-    if variant.over_target is None:
-        return "-" if short else "no target"
-    return f"{format_number(variant.over_target, 2)}x" + ("" if short else " the target")
+        return f"{WORDS[word]} {count}/{len(variant.runs)}" if others else WORDS[word]
+    return "no target" if variant.over_target is None else f"{format_number(variant.over_target, 2)}x the target"
 
 
 def _mean_and_sd(variant: Variant, name: str) -> str:
@@ -51,66 +47,27 @@ def _mean_and_sd(variant: Variant, name: str) -> str:
     return text if sd is None else f"{text} ±{sd:.{decimals}f}"
 
 
-def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Columns as wide as needed, the first one left-aligned; what is wider than `width` goes to further tables."""
-    sizes = [max(map(len, column)) for column in zip(header, *body, strict=True)]
-    parts: list[list[int]] = [[0]]
-    for i, size in enumerate(sizes[1:], start=1):
-        if width and len(parts[-1]) > 1 and sum(sizes[k] + 2 for k in parts[-1]) + size > width:
-            parts.append([0])
-        parts[-1].append(i)
-    tables = []
-    for part in parts:
-        rows = [[row[i].rjust(sizes[i]) if i else row[i].ljust(sizes[i]) for i in part] for row in (header, *body)]
-        tables.append("\n".join("  ".join(row).rstrip() for row in rows))
-    return "\n\n".join(tables)
-
-
 # ---- sentences
 
 
 def judge(comparison: Comparison) -> list[str]:
-    """A few sentences: the targets of a sweep, targets held or missed, scores at equal KL, the cost."""
-    lines = [*_target_answer(comparison), *_control_line(comparison)]
-    if len(comparison.seeds) > 1 and not comparison.by_target:
+    """A few sentences: targets held or missed, scores at equal KL, the cost. Which target to take, `scale` tells."""
+    lines = _control_line(comparison)
+    if len(comparison.seeds) > 1:
         lines += _score_lines(comparison)
     costs = {
         name: [cost for variant in members if (cost := variant.mean("perplexity_cost")) is not None]
         for name, members in comparison.families.items()
     }
-    if any(costs.values()) and not comparison.by_target:
+    if any(costs.values()):
         signed = partial(format_percent, signed=True)
         each = [f"{name} {_span(values, signed)}" for name, values in costs.items() if values]
         lines.append(f"Cost in held-out perplexity: {'; '.join(each)}.")
-    if len(comparison.seeds) == 1 and len(comparison.variants) > 1 and not comparison.by_target:
+    if len(comparison.seeds) == 1 and len(comparison.variants) > 1:
         lines.append("1 seed: no difference can be judged. Two show a spread, five give an interval.")
+    if comparison.by_target:
+        lines.append(f"Which target? The table tells what each cost; {shell_command()} scale RUN suggests one.")
     return lines
-
-
-def _target_answer(comparison: Comparison) -> list[str]:
-    """Of a sweep of targets: which one to take, the command for it, and what a higher one buys and costs."""
-    advice, unit = recommend(sweep_of(comparison)), f"nats per {comparison.unit}"
-    if advice is None:
-        return []
-    low, high = comparison.by_target[0], comparison.by_target[-1]
-    ends = [
-        f"{label} {format_number(start)} -> {format_number(end)}"
-        for name, label in (("scores", "score"), ("gold", "true score"), ("perplexity", "held-out perplexity"))
-        if (start := low.mean(name)) is not None and (end := high.mean(name)) is not None
-    ]
-    span = f"From a target of {low.target:g} to {high.target:g} {unit}: {', '.join(ends)}."
-    if golds := [(gold, v.target) for v in comparison.by_target if (gold := v.mean("gold")) is not None]:
-        span += " The true score is highest ({:.2f}) at {:g}.".format(*max(golds))
-    found = "none of these" if advice.target is None else f"{advice.target:g} {unit}"
-    if len(comparison.seeds) == 1:  # another seed may find another one
-        return [f"One seed recommends no target. What it found: {found}: {advice.reason}.", span]
-    if advice.target is None:
-        return [f"No target is recommended: {advice.reason}.", span]
-    read = next(iter(low.runs.values())).path / "config.yaml"
-    options = comparison.options.get(low.name, f"--config {short_path(str(read))} --output-dir OTHER")
-    command = f"{shell_command()} train {options} --set kl.target={advice.target:g}"
-    text = f"Recommended target: {found}: {advice.reason}."
-    return [text, f"Read the texts of each target. A run of its own: {command}", span]
 
 
 def _control_line(comparison: Comparison) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rlhf_kl import ui
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.training import EvalSection, PromptsSection
-from rlhf_kl.data.files import Row, load_rows
+from rlhf_kl.data.files import load_rows
 from rlhf_kl.data.rows import (
     Example,
     Labelled,
@@ -27,10 +27,11 @@ from rlhf_kl.seeding import shuffled
 from rlhf_kl.ui import log
 
 T = TypeVar("T")
+Reader = Callable[[list[dict[str, Any]], str], Read[T]]
 HELDOUT_SHARE = 20  # one of this many distinct rows is held out
 
 
-def load(key: str, ref: str, split: str, read: Callable[[list[Row], str], Read[T]], most: int | None = None) -> list[T]:
+def load(key: str, ref: str, split: str, read: Reader[T], most: int | None = None) -> list[T]:
     """At most `most` rows of the file or data set under the config key `key` (None = all), as `read` makes them."""
     with ui.progress(f"reading {key}"), blame(key):
         found, left_out = read(load_rows(ref, split), ref)
@@ -39,12 +40,43 @@ def load(key: str, ref: str, split: str, read: Callable[[list[Row], str], Read[T
     return drawn(found, most)
 
 
+# ---- what reads the rows of a section
+
+
+def prompt_reader(data: PromptsSection) -> Reader[PromptRow]:
+    """Of prompts."""
+    return partial(read_prompts, column=data.column, template=data.template, chat=bool(data.chat_template))
+
+
+def example_reader(data: SFTDataSection) -> Reader[Example]:
+    """Of prompts with responses."""
+    return partial(
+        read_examples,
+        prompt=data.prompt_column,
+        response=data.response_column or "",
+        template=data.template,
+        chat=data.chat_template,
+    )
+
+
+def pair_reader(data: PairsSection) -> Reader[Pair]:
+    """Of preference pairs."""
+    return partial(
+        read_pairs,
+        prompt=data.prompt_column,
+        chosen=data.chosen_column,
+        rejected=data.rejected_column,
+        template=data.template,
+        chat=data.chat_template,
+    )
+
+
 # ---- training rows and held-out rows
 
 
 def prompts(data: PromptsSection, held: EvalSection) -> tuple[list[PromptRow], list[PromptRow]]:
     """Prompts; if no held-out ones are named, one in twenty is held out, and of fewer than twenty prompts all are."""
-    read = partial(read_prompts, data=data)
+    read = prompt_reader(data)
     train, kept = load("data.prompts", data.prompts, data.split, read), None
     if held.prompts is not None:
         kept = load("eval.prompts", held.prompts, held.split, read)
@@ -64,23 +96,24 @@ def documents(data: SFTDataSection) -> tuple[list[str], list[str]]:
 
 def examples(data: SFTDataSection) -> tuple[list[Example], list[Example]]:
     """Prompts with responses."""
-    return _both(data, "texts", partial(read_examples, data=data), lambda row: row.prompt)
+    return _both(data, "texts", example_reader(data), lambda row: row.prompt)
 
 
 def pairs(data: PairsSection) -> tuple[list[Pair], list[Pair]]:
     """Preference pairs."""
-    return _both(data, "pairs", partial(read_pairs, data=data), lambda row: row.prompt)
+    return _both(data, "pairs", pair_reader(data), lambda row: row.prompt)
 
 
 def labelled(data: PairsSection) -> tuple[list[Labelled], list[Labelled]]:
     """Texts with labels."""
-    return _both(data, "labels", partial(read_labels, data=data), lambda row: row.text)
+    read = partial(read_labels, text=data.text_column, label=data.label_column)
+    return _both(data, "labels", read, lambda row: row.text)
 
 
 def _both(
     data: SFTDataSection | PairsSection,
     name: str,
-    read: Callable[[list[Row], str], Read[T]],
+    read: Reader[T],
     identity: Callable[[T], Hashable],
 ) -> tuple[list[T], list[T]]:
     held, most = ("eval_texts", data.max_documents) if isinstance(data, SFTDataSection) else ("eval_pairs", None)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from rlhf_kl.control.held import end, ratios, tail, tail_error, time_in_band, verdict
+from rlhf_kl.control.verdict import end, ratios, tail, tail_error, time_in_band, verdict
 
 
 def test_figures_counted_by_hand() -> None:

@@ -10,17 +10,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.report.outcome import (
-    closing_figures,
-    closing_note,
-    control_figures,
-    score_error,
-    score_text,
-    source_name,
-    start_to_end,
-    verdict_text,
-)
-from rlhf_kl.text import format_number
+from rlhf_kl.control.verdict import verdict_text
+from rlhf_kl.monitors.facts import closing_figures, closing_note, control_figures, score_error
+from rlhf_kl.shell import source_name
+from rlhf_kl.text import format_number, score_text, start_to_end
 
 
 def model_card(
@@ -66,7 +59,7 @@ def _card(config: TrainConfig, table: Mapping[str, Any], note: str, *, adapter: 
     base = source_name(config.policy.model)
     loaded = base.replace("@", ",revision=") if "/" in base else "FOLDER-OF-THE-BASE"
     pages = Environment(
-        loader=PackageLoader("rlhf_kl.report"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+        loader=PackageLoader("rlhf_kl.train"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
     return pages.get_template("card.md").render(
         name=config.run.name,

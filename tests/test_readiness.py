@@ -1,0 +1,43 @@
+"""Each line of the table on facts at both sides of its limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_kl.monitors.readiness import CHECKS, judge
+
+RATE = {"rate": 1e-4, "size": "1M", "usual": 1e-4}
+SHOWN = {"count": 64, "low": 0.0, "bars": "", "high": 1.0, "different": 4}
+SAME = {"shown": "'a' -> 'b'", "count": 4, "share": 0.5, "text": "b"}
+ENDS = {"names": "</s>", "length": 6.0, "lost": 1.0}
+PEAK = {"room": 2.0, "tokens": 1.0, "share": ""}
+
+TABLE: dict[str, list[tuple[dict[str, Any], bool]]] = {
+    "shard": [({}, False)],
+    "unused": [({"note": "{x} has no effect"}, False)],
+    "dtype": [({"dtype": "d", "device": "cpu", "slower": 1.2, "slowdown": x}, x < 1.3) for x in (1.2, 1.3)],
+    "rate": [(RATE | {"ratio": x}, 0.2 <= x <= 5) for x in (0.19, 0.2, 5.0, 5.1)],
+    "context": [({"longest": 4, "new": 6, "limit": x}, x is not None) for x in (32, None)],
+    "reward context": [({"limit": 8, "most": 9}, False)],
+    "no accuracy": [({}, False)],
+    "accuracy": [({"accuracy": x, "where": "pairs"}, x >= 0.6) for x in (0.59, 0.6)],
+    "start": [({"begins": "begins as", "kept": "", "same": x}, x) for x in (True, False)],
+    "scores": [(SHOWN | {"warning": x}, x is None) for x in (None, "clipped: {a}")],
+    "few scores": [(SHOWN | {"critic": x}, not x) for x in (True, False)],
+    "samples": [(SAME | {"most": x}, x < 3) for x in (2, 3)],
+    "free endings": [(ENDS | {"rate": 0.0}, True)],
+    "endings": [(ENDS | {"rate": x}, x > 0.1) for x in (0.1, 0.11)],
+    "checkpoint": [({"often": "", "count": 4, "need": "1 MB", "room": "2 MB", "fits": x}, x) for x in (True, False)],
+    "memory": [(PEAK | {"peak": x}, x <= 2) for x in (2.0, 2.1)],
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_is_fine_or_doubtful_with_advice(name: str) -> None:
+    for facts, fine in TABLE[name]:
+        found = judge(name, **facts)
+        assert (found.level == "fine", found.topic) == (fine, CHECKS[name].topic), facts
+        advised = bool(found.change) or "warning" in facts  # which ends with advice
+        assert advised >= (not fine)
