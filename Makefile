@@ -84,7 +84,7 @@ test-wheel: .venv-wheel/.ready  ## each command once, with the wheel in an envir
 	$(WHEEL) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(WHEEL) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt dist/*.whl
 	$(WHEEL) -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
-	RLHF_KL_CACHE=$(or $(RLHF_KL_CACHE),$(CURDIR)/.venv-wheel/cache) scripts/test_wheel.sh $(WHEEL)
+	scripts/test_wheel.sh $(WHEEL)
 
 test-integrations: $(TRL_ENV)/.ready  ## the controller in TRL's trainers (TRL=1.14 and 1.15 too; minutes)
 	$(TRL_ENV)/bin/python -m pytest tests/integrations
@@ -123,6 +123,9 @@ test-crash: $(READY)  ## kill runs at random moments, resume, compare (KILLS=50;
 fuzz: $(DEV_READY)  ## generated configs and data files (FUZZ=10000; some minutes)
 	RLHF_KL_FUZZ=$(or $(FUZZ),10000) $(PY) -m pytest -m "slow or not slow" tests/fuzz --timeout 0
 
+world: $(READY)  ## make the files of the built-in worlds anew (five minutes)
+	$(PY) scripts/make_world.py
+
 figures: $(READY)  ## measure the figures of README and guide again (ONLY="sweep_target reliability"; hours)
 	$(PY) scripts/figures.py $(ONLY)
 
@@ -157,4 +160,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-newest .venv-wheel .venv-trl-* .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations test-vllm test-wheel lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: world check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations test-vllm test-wheel lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean

@@ -14,6 +14,7 @@ PICKLED_FILES = ["*.bin"]
 SUBFOLDERS = ["*/*"]
 GGUF = ".gguf"
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+GZIP = ".gz"  # behind any of them but .parquet, which is compressed inside
 _ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
 
@@ -27,7 +28,15 @@ class HubName(NamedTuple):
 
 def looks_like_path(value: str) -> bool:
     """Whether a value can only be a path or address, also where there is no such file."""
-    return is_address(value) or value.startswith((".", "/", "~")) or value.lower().endswith((*DATA_SUFFIXES, GGUF))
+    named = value.lower().removesuffix(GZIP).endswith((*DATA_SUFFIXES, GGUF))
+    return named or is_address(value) or value.startswith((".", "/", "~"))
+
+
+def data_suffix(name: str) -> str:
+    """The suffix that tells the kind of a data file, in lower case: ".csv" for x.csv and x.csv.gz."""
+    name = name.lower()
+    suffix = Path(name.removesuffix(GZIP)).suffix
+    return GZIP if suffix == ".parquet" and name.endswith(GZIP) else suffix
 
 
 def hub_name(ref: str) -> HubName | None:

@@ -38,9 +38,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.benchmark import Timer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rlhf_kl.builtin.world import world_file
+from rlhf_kl.data.files import read_rows
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import classifier_from_lm, initialise_head, new_gpt2
-from rlhf_kl.train.world_files import World as BuiltIn
 
 SHAPES: dict[str, dict[str, Any]] = {  # of models with random weights, beside what both have
     "gpt2": {"hidden_size": 768, "layers": 12, "heads": 12, "vocab_size": 50257},
@@ -77,8 +78,7 @@ class World:
 
     def prompt_ids(self) -> list[list[int]]:
         """The prompts' tokens."""
-        lines = self.prompts.read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line)["prompt"] for line in lines if line.strip()]
+        texts = [row["prompt"] for row in read_rows(self.prompts)]
         return list(load_tokenizer(str(self.policy))(texts)["input_ids"])
 
 
@@ -138,8 +138,8 @@ def make_world(name: str, args: argparse.Namespace, place: Path) -> World:
         lengths = torch.randint(8, 25, (512,), generator=torch.Generator().manual_seed(0)).tolist()
         world = random_world(place, SHAPES[name], lengths)
     else:
-        parts = BuiltIn("builtin:reviews")
-        world = World(parts.policy(), parts.reward_model(), parts.file("prompts"), 64, 48, 4, 2e-4, 1.0)
+        parts = (Path(world_file("builtin:reviews", part)) for part in ("policy", "reward", "prompts"))
+        world = World(*parts, 64, 48, 4, 2e-4, 1.0)
     return replace(world, batch=args.batch or world.batch, length=args.length or world.length)
 
 

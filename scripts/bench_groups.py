@@ -24,6 +24,7 @@ runs in FOLDER (runs/bench-trl/MODEL-DTYPE) are used again.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -39,10 +40,10 @@ from typing import Any, NamedTuple
 import torch
 from bench import SHAPES, World, floors, random_world, run_alone
 
+from rlhf_kl.builtin.world import world_file
 from rlhf_kl.models.pretrained import load_tokenizer
 from rlhf_kl.run.log import read_jsonl, write_json
 from rlhf_kl.text import text_table
-from rlhf_kl.train.world_files import World as BuiltIn
 
 PEERS = ("rloo", "grpo", "ppo")
 SIDES = ("gae", "rloo", "grpo", "TRL rloo", "TRL grpo")
@@ -282,8 +283,11 @@ def make_models(args: argparse.Namespace) -> None:
         scores = folder / "scorer" if args.model in TODAY else folder
         args.policy, args.reward, args.prompts = folder / "policy", scores / "reward", folder / "prompts.jsonl"
     else:
-        world = BuiltIn("builtin:reviews")
-        args.policy, args.reward, args.prompts = world.policy(), world.reward_model(), world.file("prompts")
+        args.policy, args.reward, packed = (
+            Path(world_file("builtin:reviews", part)) for part in ("policy", "reward", "prompts")
+        )
+        args.prompts = args.folder / "all_prompts.jsonl"
+        args.prompts.write_bytes(gzip.decompress(packed.read_bytes()))  # the peer reads it too
 
 
 def make_parser() -> argparse.ArgumentParser:

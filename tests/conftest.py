@@ -1,4 +1,4 @@
-"""Real tiny models on disk, and one reduced built-in world for the whole test session."""
+"""Real tiny models on disk, and what tests share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from rlhf_kl.train.world_files import World
     from rlhf_kl.types import Prompts
 
 # A shell starts a job in the background with Ctrl-C ignored, and so would be the tests' own processes.
@@ -35,12 +34,12 @@ REPOSITORY = Path(__file__).parent.parent
 CONVERSIONS = ("__float__", "__bool__", "__int__", "__index__")  # of a tensor to a number
 LETTERS = "abcd"  # with pad, bos and eos a vocabulary of seven
 
-# Tests with these fixtures train, build a world, start processes or a browser. The mathematics is tested without them.
-SLOW_FIXTURES = {"train", "supervised", "compared", "doctor", "small_world", "launch", "together", "browser"}
+# Tests with these fixtures train, start processes or a browser. The mathematics is tested without them.
+SLOW_FIXTURES = {"train", "supervised", "compared", "doctor", "smoke", "launch", "together", "browser"}
 SLOW_FILES = (
     *("processes/", "fake_cuda/", "fuzz/", "test_documents.py", "test_recipes.py", "test_gpu.py"),
     *("cli/test_read_run.py", "models/test_families.py"),
-    *("commands/test_lora.py", "commands/test_reward_lora.py", "build/test_world.py"),
+    *("commands/test_lora.py", "commands/test_reward_lora.py"),
 )
 
 
@@ -110,7 +109,7 @@ def library_warnings() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Built-in worlds live in a temporary folder, shared by the workers of a parallel run."""
+    """Converted models lie in a temporary folder, shared by the workers of a parallel run."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
@@ -118,17 +117,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLHF_KL_CACHE", str(folder))
         yield folder
-
-
-@pytest.fixture(scope="session")
-def small_world(cache: Path) -> World:
-    """`builtin:reviews-small`, all parts built."""
-    from rlhf_kl.train.world_files import World
-
-    world = World("builtin:reviews-small")
-    assert world.folder.is_relative_to(cache)
-    world.reward_model()
-    return world
 
 
 @pytest.fixture(scope="session")

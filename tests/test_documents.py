@@ -16,23 +16,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from rlhf_kl.builtin.world import world_file
 from rlhf_kl.commands.evaluate import LABELS
 from rlhf_kl.commands.guide import FOLDER, PAGES
 from rlhf_kl.control import CONTROLLER_PROVIDED, CONTROLLERS
+from rlhf_kl.data.files import read_rows
 from rlhf_kl.monitors.alarms import ALARMS
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.log import read_jsonl
 
-if TYPE_CHECKING:
-    from rlhf_kl.train.world_files import World
-
+WORLD = "builtin:reviews-small"
 REPOSITORY = Path(__file__).parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", *(FOLDER / f"{name}.md" for name in PAGES)]
 BLOCK = re.compile(r"(<!-- validated only -->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -82,14 +82,14 @@ def commands(document: Path) -> list[list[str]]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, small_world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
     """A working directory with what a document's user has: the files that it prints, a model, prompts and texts."""
 
     def make(document: Path) -> Path:
-        shutil.copytree(small_world.policy(), tmp_path / "my-model")
-        rows = [row | {"answer": "fine"} for row in read_jsonl(small_world.file("prompts"))[:16]]
+        shutil.copytree(world_file(WORLD, "policy"), tmp_path / "my-model")
+        rows = [row | {"answer": "fine"} for row in read_rows(Path(world_file(WORLD, "prompts")))[:16]]
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        texts = [row["text"] for row in read_jsonl(small_world.file("heldout"))[:4]]
+        texts = [row["text"] for row in read_rows(Path(world_file(WORLD, "heldout")))[:4]]
         (tmp_path / "heldout.txt").write_text("\n\n".join(texts))
         for name, text in files(document).items():
             (tmp_path / name).write_text(text)
@@ -150,7 +150,7 @@ def cut(words: list[str]) -> list[str]:
     config = Path(words[words.index("--config") + 1])
     values: dict[str, Any] = dict(SMALL)
     if "ppo_model.yaml" not in (config.read_text() if config.is_file() else ""):
-        values["policy.model"] = "builtin:reviews-small"
+        values["policy.model"] = WORLD
     if words[0] == "train":
         words = ["--overwrite", "--quiet"]
     elif words[0] == "compare":

@@ -1,4 +1,4 @@
-"""The grammar of `builtin:reviews`: phrases and shapes, to write reviews (`generator`) and to read them (`parser`).
+"""The grammar of `builtin:reviews`: phrases and shapes, to read reviews (`parser`) and to write them (`scripts/`).
 
     review   = prompt + " " + response
     prompt   = one neutral opening: who, where, when
@@ -13,8 +13,7 @@ Sentiment is in units of one strong word: "awful" is -1, "bad" -0.5, "plain" 0, 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import permutations, product
+from itertools import product
 from typing import NamedTuple
 
 EMPHASIS = 0.25  # what "very" adds to the size of a predicate's sentiment
@@ -76,30 +75,13 @@ class Predicate:
         object.__setattr__(self, "polarity", (self.sentiment > 0) - (self.sentiment < 0))
 
 
-def predicates(topic: str) -> dict[str, list[Predicate]]:
-    """Every predicate of a topic, by form."""
-    words = {
+def words_of(topic: str) -> dict[str, float]:
+    """The adjectives that fit a topic, and their sentiments."""
+    return {
         adjective: worth
         for source in (ADJECTIVES["any"], ADJECTIVES[topic])
         for worth, adjectives in source.items()
         for adjective in adjectives.split()
-    }
-    return {
-        "plain": [Predicate(word, worth) for word, worth in words.items()],
-        "intense": [
-            Predicate(f"{very} {word}", worth, EMPHASIS if worth > 0 else -EMPHASIS)
-            for word, worth in words.items()
-            if worth
-            for very in INTENSIFIERS[abs(worth)]
-        ],
-        "pair": [
-            Predicate(f"{one} and {two}", (words[one] + words[two]) / 2)
-            for one, two in permutations(words, 2)
-            if words[one] * words[two] > 0 or words[one] == words[two]
-        ],
-        "negated": [Predicate(text, worth) for text, worth in NEGATED.items()],
-        "other": [Predicate(text, worth) for text, worth in COMPARED.items()]
-        + [Predicate(fact, 0.0) for fact in FACTS[topic].split("|")],
     }
 
 
@@ -131,14 +113,14 @@ SHAPES = (
 )
 
 
-def _expand(template: str) -> list[str]:
+def expand(template: str) -> list[str]:
     """Every text of a template with "{this|that|}" choices."""
     parts = [part.split("|") for part in re.split(r"[{}]", template)]
     return [" ".join("".join(choice).split()) for choice in product(*parts)]
 
 
 CLOSINGS = {
-    polarity: [text for template in templates for text in _expand(template)]
+    polarity: [text for template in templates for text in expand(template)]
     for polarity, templates in {
         1: (
             "We will {gladly|surely|} come back {soon|again|next year} .",
@@ -158,41 +140,9 @@ CLOSINGS = {
     }.items()
 }
 
-_WHO = ("We", "I", "My wife and I", "My family", "My friends and I", "Our group", "My sister and I", "My parents")
-_WHEN = [
-    *_expand("last {weekend|summer|winter|month}"),
-    *_expand("in {May|June|October}"),
-    *_expand("on a {Friday|Sunday|rainy day}"),
-    "after a long walk",
-    "before the concert",
-]
-_NAMES = _expand("{harbour|station|castle|river|market|bridge|lake|forest|hill|village|mill|tower}")
-_KNOWN_FOR = {name: ("view", "staff", "garden", "breakfast")[i % 4] for i, name in enumerate(_NAMES)}
-_PLACES = {
-    "lodging": (("hotel", "inn", "lodge"), ("stayed at", "booked a room at", "spent a night at")),
-    "eatery": (("cafe", "restaurant", "pub"), ("ate at", "booked a table at", "spent a day at")),
-}
-_KIND = {kind: place for place, (kinds, _) in _PLACES.items() for kind in kinds}
-_EXPECTED = {
-    place: tuple(a for a in ASPECTS.values() if a.places in ("both", place)) for place in ("lodging", "eatery")
-}
-
-
-@cache
-def openings() -> tuple[str, ...]:
-    """Every prompt of the grammar, about 40 000, in a fixed order."""
-    prompts = []
-    for kinds, verbs in _PLACES.values():
-        for who, verb, name, kind, when in product(_WHO, verbs, _NAMES, kinds, _WHEN):
-            lower = who if who == "I" else who[0].lower() + who[1:]
-            prompts.append(f"{who} {verb} the {name} {kind} {when} .")
-            prompts.append(f"{when[0].upper() + when[1:]} {lower} {verb} the {name} {kind} .")
-    return tuple(prompts)
-
-
-def known_for(prompt: str) -> str:
-    """What the place in a prompt is known for, an aspect's noun: it follows from the place's name. "" without one."""
-    return next((_KNOWN_FOR[word] for word in prompt.split() if word in _KNOWN_FOR), "")
+PLACES = {"lodging": ("hotel", "inn", "lodge"), "eatery": ("cafe", "restaurant", "pub")}
+_KIND = {kind: place for place, kinds in PLACES.items() for kind in kinds}
+_EXPECTED = {place: tuple(a for a in ASPECTS.values() if a.places in ("both", place)) for place in PLACES}
 
 
 def aspects_of(prompt: str) -> tuple[Aspect, ...]:

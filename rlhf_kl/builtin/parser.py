@@ -18,8 +18,8 @@ from rlhf_kl.builtin.grammar import (
     Predicate,
     Shape,
     clause,
-    predicates,
     reason_clause,
+    words_of,
 )
 
 CLOSING_WORTH = 0.5
@@ -30,7 +30,7 @@ def _readable(topic: str) -> dict[str, Predicate]:
 
     Words that do not fit it ("tasty" of a view) are worth nothing there, and so is a pair of praise and blame.
     """
-    fitting = {p.text: p.sentiment for p in predicates(topic)["plain"]}
+    fitting = words_of(topic)
     words = [word for source in ADJECTIVES.values() for adjectives in source.values() for word in adjectives.split()]
     readable = {word: Predicate(word, fitting.get(word, 0.0)) for word in words}
     for word in words:

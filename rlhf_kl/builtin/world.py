@@ -1,50 +1,18 @@
-"""The built-in worlds: their names, sizes and settings, and the keys of their parts in the cache."""
+"""The built-in worlds: their names, and their files, which `scripts/make_world.py` made."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.builtin.corpus import CorpusSizes
 from rlhf_kl.errors import InputError, suggestion
 
 BUILTIN = "builtin:"  # before the name of a world
-GOLD = "rlhf_kl.builtin.gold:gold_scores"
+WORLDS = ("reviews", "reviews-small")
 DEFAULT_WORLD = f"{BUILTIN}reviews"
-VERSION = 1  # raise it with a change of code that changes a corpus or a model, so that all are made anew
-
-
-@dataclass(frozen=True)
-class WorldSpec:
-    """Sizes, seed and settings of a world; its trainings are the shipped configs with these settings."""
-
-    name: str
-    sizes: CorpusSizes = field(default_factory=CorpusSizes)
-    seed: int = 0
-    sft: tuple[str, ...] = ()  # as for `--set`
-    reward_model: tuple[str, ...] = ()
-
-
-WORLDS = {
-    "reviews": WorldSpec("reviews", CorpusSizes(train_texts=9_600, pairs=4_000)),
-    "reviews-small": WorldSpec(
-        "reviews-small",
-        CorpusSizes(train_texts=3000, heldout_texts=60, prompts=400, heldout_prompts=64, pairs=1500, heldout_pairs=100),
-        sft=(
-            "policy.architecture.hidden_size=64",
-            "policy.architecture.layers=2",
-            "policy.architecture.heads=2",
-            "sft.epochs=3",
-            "sft.learning_rate=5e-3",
-        ),
-        reward_model=("reward_model.epochs=2", "reward_model.learning_rate=2e-3"),
-    ),
-}
+FILES = Path(__file__).parent / "files"
+MODELS = ("policy", "reward")  # folders of a world; all else in it are .jsonl.gz files
+GOLD = "rlhf_kl.builtin.gold:gold_scores"
 
 
 def is_builtin(value: Any) -> bool:
@@ -52,23 +20,20 @@ def is_builtin(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(BUILTIN)
 
 
-def world_spec(ref: str) -> WorldSpec:
-    """The world behind `builtin:NAME`. Errors: InputError with the nearest name."""
+def world_folder(ref: str) -> Path:
+    """The folder of the world behind `builtin:NAME`. Errors: InputError with the nearest name."""
     name = ref.removeprefix(BUILTIN)
     if name not in WORLDS:
         raise InputError(f"{ref}: no such built-in world{suggestion(name, WORLDS, BUILTIN)}")
-    return WORLDS[name]
+    return FILES / name
 
 
-def cache_folder() -> Path:
-    """$RLHF_KL_CACHE, or rlhf-kl in the user's cache folder."""
-    if own := os.environ.get("RLHF_KL_CACHE"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "rlhf-kl"
+def world_file(ref: str, part: str) -> str:
+    """A part of the world that `ref` names, as a path or `module:name`; any other `ref` unchanged.
 
-
-def part_key(spec: WorldSpec, versions: dict[str, str], settings: Sequence[str]) -> str:
-    """A key that changes with the spec, `VERSION`, the part's settings and library versions."""
-    content = json.dumps([asdict(spec), VERSION, versions, list(settings)], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    `part`: policy, reward, gold, train, heldout, prompts, heldout_prompts, pairs, heldout_pairs.
+    """
+    if not is_builtin(ref):
+        return ref
+    folder = world_folder(ref)
+    return GOLD if part == "gold" else str(folder / (part if part in MODELS else f"{part}.jsonl.gz"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_kl.builtin.world import GOLD, is_builtin, world_spec
+from rlhf_kl.builtin.world import GOLD, is_builtin, world_file, world_folder
 from rlhf_kl.config.named import plugins_of
 from rlhf_kl.config.resolve import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -78,7 +78,7 @@ def check_given(models: Mapping[str, str | None], key: str, data: str | None, na
     for option, model in models.items():
         with collected(problems), blame(option):
             if is_builtin(model):
-                world_spec(str(model))
+                world_folder(str(model))
             elif model is not None:
                 model_on_hub(located(model), pickled=config.run.allow_pickle)
     with collected(problems), blame(key):
@@ -102,7 +102,6 @@ def load_policy(
 
     from rlhf_kl.models.lora import checkpointed
     from rlhf_kl.run.checkpoint import checkpoints
-    from rlhf_kl.train.world_files import world_file
 
     final = folder.final if folder is not None and folder.final.is_dir() and step is None else None
     if model is not None or final is not None:
@@ -123,8 +122,6 @@ def load_policy(
 
 def load_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> tuple[LM, Any]:
     """The reference of a run, or another model in its place, and its tokenizer."""
-    from rlhf_kl.train.world_files import world_file
-
     ref = other or config.reference.model or config.policy.model
     loaded = loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
     return loader.frozen(loaded.model), loaded.tokenizer

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl import ui
+from rlhf_kl.builtin.world import world_file
 from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -20,7 +21,7 @@ from rlhf_kl.train import sets
 from rlhf_kl.train.device import on_this_machine, run_device
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.setup import build_prompts, sampling_of
-from rlhf_kl.train.world_files import with_files, world_file
+from rlhf_kl.train.world_files import with_files
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 

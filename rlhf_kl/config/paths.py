@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlhf_kl.builtin.world import is_builtin, world_spec
+from rlhf_kl.builtin.world import is_builtin, world_folder
 from rlhf_kl.config.yaml import Text
 from rlhf_kl.errors import InputError, nearest, no_such_file
 from rlhf_kl.hub import looks_like_path
@@ -47,7 +47,7 @@ def source(value: Any) -> Any:
     if not isinstance(value, Text):
         return value
     if is_builtin(value):
-        world_spec(value)
+        world_folder(value)
         return value
     for folder in value.folders:
         path = folder / os.path.expanduser(value)

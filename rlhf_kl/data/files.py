@@ -1,18 +1,20 @@
-"""Rows of files (.jsonl .json .csv .parquet .txt), with line numbers in errors, and of data sets."""
+"""Rows of files (.jsonl .json .csv .parquet .txt, and .gz of them), with line numbers in errors, and of data sets."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_kl.data.chat import is_conversation
 from rlhf_kl.errors import InputError, collected, no_such_file, suggestion
-from rlhf_kl.hub import DATA_SUFFIXES, HubName, first_line, hub_name, looks_like_path
+from rlhf_kl.hub import DATA_SUFFIXES, GZIP, HubName, data_suffix, first_line, hub_name, looks_like_path
 from rlhf_kl.text import utf8, whole
 
 SAVED = ("state.json", "dataset_dict.json")  # of `save_to_disk`: of one data set, and of one with splits
@@ -39,13 +41,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise InputError(f"{path}: is no ordinary file") if path.exists() else no_such_file(path)
-    suffix = path.suffix.lower()
+    suffix = data_suffix(path.name)
     if suffix not in DATA_SUFFIXES:
         raise InputError(f"{path}: unknown file type, use one of {' '.join(DATA_SUFFIXES)}")
     if suffix == ".parquet":
         return _read_parquet(path)
     reader = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".txt": _txt}[suffix]
-    return list(reader(_text(path.read_bytes(), str(path)), str(path)))
+    return list(reader(_text(_content(path), str(path)), str(path)))
+
+
+def _content(path: Path) -> bytes:
+    data = path.read_bytes()
+    if not path.name.lower().endswith(GZIP):
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read as gzip: {error}") from error
 
 
 def read_lines(data: bytes, where: str) -> list[dict[str, Any]]:
@@ -62,7 +74,7 @@ def _text(data: bytes, where: str) -> str:
 
 def text_column(ref: str, column: str) -> str:
     """The column of the text: `text` for a .txt file, else `column`."""
-    return "text" if ref.lower().endswith(".txt") else column
+    return "text" if data_suffix(ref) == ".txt" else column
 
 
 def checked_text(value: Any, where: str) -> str:
@@ -219,7 +231,9 @@ def _reason(error: Exception, ref: str, split: str) -> str:
         return f"cannot be read: {text}; {no_such_file(ref)}"
     if _is_saved(ref):
         return f"cannot be read: {text}"
-    files = [file for file in sorted(Path(ref).rglob("*")) if file.suffix.lower() in DATA_SUFFIXES and file.is_file()]
+    files = [
+        file for file in sorted(Path(ref).rglob("*")) if data_suffix(file.name) in DATA_SUFFIXES and file.is_file()
+    ]
     if not files:
         return f"the folder holds no data files ({' '.join(DATA_SUFFIXES)})"
     problems = list[str]()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import os
 from pathlib import Path
 
 import torch
@@ -13,7 +14,6 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_kl import ui
-from rlhf_kl.builtin.world import cache_folder
 from rlhf_kl.errors import InputError
 from rlhf_kl.hub import first_line
 from rlhf_kl.memory import memory_is_full
@@ -50,6 +50,14 @@ def gguf_folder(ref: str) -> str:
             f"{folder}: {error.strerror or first_line(error)}: RLHF_KL_CACHE names another place"
         ) from error
     return str(folder)
+
+
+def cache_folder() -> Path:
+    """$RLHF_KL_CACHE, or rlhf-kl in the user's cache folder."""
+    if own := os.environ.get("RLHF_KL_CACHE"):
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).absolute() / "rlhf-kl"
 
 
 def _convert(ref: str, file: Path, place: Path) -> None:

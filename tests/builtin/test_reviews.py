@@ -3,18 +3,29 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from statistics import mean, stdev
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from review_corpus import (
+    MAX_WORDS,
+    MIN_WORDS,
+    Corpus,
+    CorpusSizes,
+    corrupt,
+    openings,
+    write_corpus,
+    write_response,
+)
 
-from rlhf_kl.builtin.corpus import Corpus, CorpusSizes, corrupt, write_corpus
-from rlhf_kl.builtin.generator import MAX_WORDS, MIN_WORDS, write_response
 from rlhf_kl.builtin.gold import gold_score
-from rlhf_kl.builtin.grammar import aspects_of, openings
+from rlhf_kl.builtin.grammar import aspects_of
 from rlhf_kl.builtin.parser import parse_response
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def write_review(rng: Random) -> tuple[str, str]:
@@ -252,14 +263,15 @@ def corpus() -> Corpus:
 def test_the_seed_decides_in_any_process():
     small = CorpusSizes(30, 10, 10, 10, 30, 10)
     code = (
-        "import hashlib; from rlhf_kl.builtin.corpus import *;"
+        "import hashlib; from review_corpus import *;"
         "c = write_corpus(5, CorpusSizes(30, 10, 10, 10, 30, 10));"
         "print(hashlib.sha256(repr(c).encode()).hexdigest())"
     )
     digests = [hashlib.sha256(repr(write_corpus(5, small)).encode()).hexdigest()]
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, cwd=SCRIPTS, capture_output=True, text=True, check=True)
         digests.append(done.stdout.strip())
     assert len(set(digests)) == 1
     assert write_corpus(6, small) != write_corpus(5, small)

@@ -19,6 +19,7 @@ from rlhf_kl import cli
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
 from rlhf_kl.plugins import load_attribute
+from rlhf_kl.train.load import Loader
 from tests.runs import Cli
 
 MORE = """
@@ -37,7 +38,7 @@ class BlindKL:
     def update(self):
         return self.coef
 """
-WORLD = "{kind: model, model: builtin:reviews-small}"  # its reward model takes a minute to build
+WORLD = "{kind: model, model: builtin:reviews-small}"
 FILES = {
     "tab.yaml": "kl:\n\ttarget: 0.1\n",
     "twice.yaml": "kl: {target: 0.1}\nkl: {target: 0.2}\n",
@@ -248,14 +249,13 @@ def test_what_needs_no_computing_is_told_before_torch_is_imported(own: Path) -> 
         ),
     ],
 )
-def test_data_are_checked_before_a_world_is_built(
+def test_data_are_checked_before_a_model_is_loaded(
     line: str, words: str, own: Path, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RLHF_KL_CACHE", str(own / "cache"))
+    monkeypatch.setattr(Loader, "_language_model", None)
     outcome = rlhf_kl(*shlex.split(line))
     assert words.format(here=own) in outcome.err + outcome.out
     assert outcome.code == 2
-    assert not (own / "cache").exists()
 
 
 FULL = "error: memory is full: use a smaller model, or a device with more memory (run.device)\n"

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.builtin.world import FILES
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.train.world_files import World
 from tests.runs import Cli
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory, small_world: World, rlhf_kl: Cli) -> tuple[Path, Any]:
+def smoke(tmp_path_factory: pytest.TempPathFactory, rlhf_kl: Cli) -> tuple[Path, Any]:
     """The shipped smoke run on the small world: its folder, and what the command said."""
     folder = tmp_path_factory.mktemp("smoke") / "run"
     return folder, rlhf_kl("train", "--config", "smoke.yaml", "--output-dir", folder)
@@ -38,6 +38,14 @@ def test_the_run_folder(smoke: tuple[Path, Any]) -> None:
         means = {"score_mean", "of"} if sample["chosen"] == "held out" else set()
         assert sample.keys() - {"reference"} == keys | means
         assert sample["tokens"][0].keys() == {"text", "logprob", "ref_logprob", "kl"}
+
+
+def test_a_run_names_the_world_and_never_its_files(smoke: tuple[Path, Any]) -> None:
+    folder, _ = smoke
+    assert "model: builtin:reviews-small" in (folder / "config.yaml").read_text()
+    texts = [path for path in folder.rglob("*") if path.suffix in {".yaml", ".json", ".jsonl", ".md"}]
+    assert len(texts) > 8
+    assert [path.name for path in texts if str(FILES) in path.read_text()] == []
 
 
 def test_the_rows_and_the_summary(smoke: tuple[Path, Any]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -30,6 +31,24 @@ def test_each_kind_of_file_gives_the_same_rows(name: str, tmp_path: Path) -> Non
     assert read_rows(tmp_path / name) == ROWS
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_compressed_file_gives_the_same_rows(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.GZ"
+    path.write_bytes(gzip.compress(FILES[name].encode()))
+    assert read_rows(path) == load_rows(str(path), "train") == ROWS
+
+
+def test_a_compressed_file_that_is_cut_or_none_is_told(tmp_path: Path) -> None:
+    whole = gzip.compress(b"".join(b"%d\n" % (n * n) for n in range(500)))
+    for number, data in enumerate((whole[:-100], b"no gzip", whole[:40] + b"?" * 20 + whole[60:])):
+        path = tmp_path / f"{number}.txt.gz"
+        path.write_bytes(data)
+        assert "gzip" in problem(path)
+    (tmp_path / "x.parquet.gz").write_bytes(whole)  # parquet is compressed inside
+    assert "unknown file type" in problem(tmp_path / "x.parquet.gz")
+    assert "no such file" in problem(tmp_path / "nowhere.csv.gz")
+
+
 def read_column(path: Path, column: str = "prompt") -> list[str]:
     return read_texts(read_rows(path), str(path), column)[0]
 
@@ -38,6 +57,8 @@ def test_a_text_file_has_a_row_per_line_whatever_the_column_is_called(tmp_path: 
     path = tmp_path / "rows.txt"
     path.write_text("one\n\n  two \n", encoding="utf-8")
     assert read_column(path) == ["one", "  two "]
+    (tmp_path / "rows.txt.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read_column(tmp_path / "rows.txt.gz") == ["one", "  two "]
 
 
 def problem(path: Path, column: str = "prompt") -> str:

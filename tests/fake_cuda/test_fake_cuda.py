@@ -8,13 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    from rlhf_kl.train.world_files import World
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the fake device, and there is none here"),
@@ -55,7 +52,7 @@ DECODE = [name for name in COMMANDS if name not in ("sft", "reward-model", "eval
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, small_world: World) -> dict[str, Any]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each command did, all of them in one process; and how much memory goes back that the process then frees."""
     folder, torch_folder = tmp_path_factory.mktemp("fake"), Path(torch.__file__).parent
     headers = [f"-I{torch_folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]

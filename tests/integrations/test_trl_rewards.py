@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_kl.builtin.world import world_file
 from rlhf_kl.models.pretrained import load_reward_model, load_tokenizer
 from rlhf_kl.ops.advantages import grpo, rloo
 from rlhf_kl.plugins import load_attribute
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import TRLReward
-from rlhf_kl.train.world_files import World
 from rlhf_kl.types import Prompts, Responses
 
 pytest.importorskip("trl", reason="no TRL here: make test-integrations")
@@ -85,9 +85,9 @@ def test_a_function_file_gives_the_scores_that_it_gives_in_trl(toy: Any, toy_mod
     assert torch.allclose(scores, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def test_its_scores_are_ours_whatever_the_lengths(peer: Any, small_world: World) -> None:
+def test_its_scores_are_ours_whatever_the_lengths(peer: Any) -> None:
     """Less 1 for a text that is cut off."""
-    folder = str(small_world.reward_model())
+    folder = world_file("builtin:reviews-small", "reward")
     tokenizer = load_tokenizer(folder)
     prompts, responses = ["This film", "I", "We saw"], [" was good.", "t", " it in a cinema and it was dull"]
     scores = RewardModel(load_reward_model(folder), tokenizer).score(prompts, responses).tolist()

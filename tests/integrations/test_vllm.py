@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.builtin.world import world_file
 from rlhf_kl.models.engine import VLLM
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.pretrained import load_causal_lm
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.train.world_files import World
 from rlhf_kl.types import Sampling
 from tests.made import move
 from tests.runs import rows, sets
@@ -30,7 +30,7 @@ PROMPTS = [[5, 9, 14], [7], [11, 12, 13, 40, 41]]
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_log_probs_are_those_of_the_policy_as_it_is_now(adapter: bool) -> None:
-    model = load_causal_lm(str(World("builtin:reviews-small").policy()))
+    model = load_causal_lm(world_file("builtin:reviews-small", "policy"))
     if adapter:
         model = add_adapter(model, r=2, alpha=4.0, target_modules=None, ref="base", seed=1)
     policy, sampling, noise = LM(model), Sampling(12, 0.8, [1], 0), uniforms(3, 12, 0, "x")

@@ -101,6 +101,16 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes, words: str) -> 
         Loader().folder(str(tmp_path / "x.gguf"))
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match="RLHF_KL_CACHE") as caught:
+        Loader().folder(str(tmp_path / "x.gguf"))
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).startswith(f"{tmp_path / 'file'}/gguf")
+
+
 def test_without_its_package_the_way_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)

@@ -8,12 +8,9 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from rlhf_kl.train.world_files import World
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -27,7 +24,7 @@ def script(name: str, *words: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_killed_runs_end_as_if_nothing_had_been(small_world: World) -> None:
+def test_killed_runs_end_as_if_nothing_had_been() -> None:
     assert script("crash_test.py", "--kills", 1).stdout.splitlines()[-1] == "all 1 1"
 
 

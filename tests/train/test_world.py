@@ -1,144 +1,120 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
+import re
 from pathlib import Path
-from typing import Any
 
+import make_world
 import pytest
+import torch
+from review_corpus import CorpusSizes
+from safetensors.torch import load_file
 
-from rlhf_kl.builtin.corpus import CorpusSizes
-from rlhf_kl.builtin.world import WORLDS, WorldSpec
+from rlhf_kl.builtin.world import FILES, GOLD, WORLDS, world_file
 from rlhf_kl.config.schema import SFTConfig, TrainConfig
+from rlhf_kl.data.files import read_rows
 from rlhf_kl.errors import InputError
-from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.train.world_files import GOLD, World, with_files
+from rlhf_kl.models.lm import LM
+from rlhf_kl.models.perplexity import perplexity_of, text_sums
+from rlhf_kl.models.pretrained import load_causal_lm, load_reward_model, load_tokenizer
+from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.train.world_files import with_files
 
+SMALL = "builtin:reviews-small"
+DATA = ("train", "heldout", "prompts", "heldout_prompts", "pairs", "heldout_pairs")
 SIZES = CorpusSizes(train_texts=300, heldout_texts=20, prompts=20, heldout_prompts=10, pairs=40, heldout_pairs=20)
 SFT = ("policy.architecture={hidden_size: 16, layers: 1, heads: 1, vocab_size: 300}", "sft.epochs=0.2")
-TINY = WorldSpec("tiny", SIZES, sft=SFT, reward_model=("reward_model.epochs=0.5",))
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(WORLDS, "tiny", TINY)
-    return tmp_path / "cache"
+def part(name: str, world: str = SMALL) -> Path:
+    return Path(world_file(world, name))
 
 
-def tiny() -> World:
-    return World("builtin:tiny")
+def form(folder: Path) -> dict[str, list[str]]:
+    """What a world's files hold, whatever their figures: by file its columns, tensors with their types, or keys."""
+    found = dict[str, list[str]]()
+    for path in sorted(folder.rglob("*.*")):
+        if path.name.endswith(".jsonl.gz"):
+            inside = sorted({column for row in read_rows(path) for column in row})
+        elif path.suffix == ".safetensors":
+            inside = sorted({re.sub(r"\d+", "N", name) + f" {w.dtype}" for name, w in load_file(path).items()})
+        else:
+            inside = sorted(json.loads(path.read_text(encoding="utf-8")))
+        found[path.relative_to(folder).as_posix()] = inside
+    return found
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """Everything that does not say when it was made."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "summary.json"}
+@pytest.mark.slow
+def test_the_script_makes_files_of_the_form_of_those_that_are_shipped(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    (folder / "old").mkdir(parents=True)
+    spec = make_world.WorldSpec(SIZES, sft=SFT, reward_model=("reward_model.epochs=0.5",))
+    make_world.make_world(spec, folder)
+    assert form(folder) == form(FILES / "reviews-small")
+    assert not (folder / "old").exists()
+    tokenizer = load_tokenizer(str(folder / "policy"))
+    assert load_causal_lm(str(folder / "policy")).config.vocab_size == len(tokenizer) <= 300
+    assert json.loads((folder / "reward" / "summary.json").read_text())["final"]["eval/accuracy"] > 0
+    reward = RewardModel(load_reward_model(str(folder / "reward")), load_tokenizer(str(folder / "reward")))
+    row = read_rows(folder / "pairs.jsonl.gz")[0]
+    assert reward.score([row["prompt"]], [row["chosen"]]).isfinite().all()
 
 
-def test_a_world_is_whole_deterministic_and_built_once(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = tiny()
-    parts = [world.corpus(), world.policy(), world.reward_model()]
-    assert all(part.is_relative_to(own_cache) for part in parts)
-    for part in parts[1:]:
-        assert {"model.safetensors", "config.json", "tokenizer.json", "summary.json"} <= set(os.listdir(part))
-    assert not list(world.folder.glob("*.tmp"))
-    again = tiny()
-    monkeypatch.setattr(World, "_train", None)  # not built twice
-    assert [again.corpus(), again.policy(), again.reward_model()] == parts
-    monkeypatch.undo()
-    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "other"))
-    monkeypatch.setitem(WORLDS, "tiny", TINY)
-    other = tiny()
-    for part, twin in zip(parts, (other.corpus(), other.policy(), other.reward_model()), strict=True):
-        assert part.name == twin.name
-        assert files(part) == files(twin)
+def test_the_worlds_are_shipped_as_small_files_in_bfloat16() -> None:
+    assert {path.name for path in FILES.iterdir()} == {*WORLDS} == {*make_world.SPECS}
+    assert sum(path.stat().st_size for path in FILES.rglob("*.*")) < 5e6
+    assert form(FILES / "reviews") == form(FILES / "reviews-small")
+    for model in FILES.rglob("*.safetensors"):
+        assert {w.dtype for w in load_file(model).values()} == {torch.bfloat16}
 
 
-def test_a_build_that_breaks_leaves_nothing_and_the_next_one_works(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = tiny()
-    world.corpus()
-
-    def breaks(_task: Any, folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("rlhf_kl.train.tasks.TextTask.save", breaks)
-        with pytest.raises(KeyboardInterrupt):
-            world.policy()
-    assert not [path for path in world.folder.iterdir() if path.name.startswith("policy-")]
-    assert (tiny().policy() / "config.json").is_file()
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_shipped_rows_are_those_that_the_script_writes(world: str) -> None:
+    """In another process and on another machine: the files were written there."""
+    written = make_world.corpus_rows(make_world.SPECS[world])
+    assert {*written} == {*DATA}
+    for name, rows in written.items():
+        assert read_rows(part(name, f"builtin:{world}")) == rows, name
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RLHF_KL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(InputError, match="RLHF_KL_CACHE") as caught:
-        tiny().corpus()
-    assert len(caught.value.problems) == 1
-    assert str(caught.value).startswith(f"{tmp_path / 'file'}: ")
+def test_the_small_world_can_be_learned_from() -> None:
+    """What every other test of a run relies on."""
+    policy, reward = (str(part(name)) for name in ("policy", "reward"))
+    texts = [row["text"] for row in read_rows(part("heldout"))]
+    figures = perplexity_of([text_sums(LM(load_causal_lm(policy), torch.float32), load_tokenizer(policy), texts)])
+    assert figures.perplexity < 10
+    rows = read_rows(part("heldout_pairs"))
+    score = RewardModel(load_reward_model(reward), load_tokenizer(reward)).score
+    chosen, rejected = (
+        score([row["prompt"] for row in rows], [row[key] for row in rows]) for key in ("chosen", "rejected")
+    )
+    accuracy = (chosen > rejected).float().mean().item()
+    assert accuracy > 0.6
+    stored = json.loads((Path(reward) / "summary.json").read_text(encoding="utf-8"))["final"]["eval/accuracy"]
+    assert accuracy == pytest.approx(stored, abs=0.02)  # before the weights were rounded
 
 
-def test_other_settings_are_another_part(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tiny().corpus()
-    monkeypatch.setitem(WORLDS, "tiny", replace(TINY, seed=1))
-    second = tiny().corpus()
-    assert first.name != second.name
-    assert (first / "train.jsonl").read_bytes() != (second / "train.jsonl").read_bytes()
-
-
-def test_two_builds_at_once_leave_one_whole_part(tmp_path: Path) -> None:
-    code = "from rlhf_kl.train.world_files import World\nprint(World('builtin:reviews-small').corpus())"
-    environment = os.environ | {"RLHF_KL_CACHE": str(tmp_path / "cache")}
-    both = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-        for _ in range(2)
-    ]
-    places = {process.communicate(timeout=120)[0].strip() for process in both}
-    assert [process.returncode for process in both] == [0, 0]
-    (place,) = places
-    assert len(read_jsonl(Path(place) / "train.jsonl")) == 3000
-    visible = [path.name for path in Path(place).parent.iterdir() if not path.name.endswith(".lock")]
-    assert visible == [Path(place).name]
-
-
-def test_each_key_gets_its_own_part(own_cache: Path) -> None:
-    sft = with_files(SFTConfig.model_validate({"data": {"texts": "builtin:tiny"}}))
-    assert [Path(file or "").name for file in (sft.data.texts, sft.data.eval_texts)] == ["train.jsonl", "heldout.jsonl"]
+def test_each_key_gets_its_own_part() -> None:
+    sft = with_files(SFTConfig.model_validate({"data": {"texts": SMALL}}))
+    assert [sft.data.texts, sft.data.eval_texts] == [str(part("train")), str(part("heldout"))]
     assert sft.policy.model is None
     written = {"policy": {"model": "/own", "value": "head"}, "reward": {"kind": "mine.py:score"}}
-    written |= {"data": {"prompts": "builtin:tiny"}, "eval": {"texts": "t.txt"}}
+    written |= {"data": {"prompts": SMALL}, "eval": {"texts": "t.txt"}}
     config = TrainConfig.model_validate(written)
     files = with_files(config)
     assert (files.policy, files.eval.texts) == (config.policy, "t.txt")
-    assert Path(files.data.prompts).name == "prompts.jsonl"
-    assert Path(files.eval.prompts or "").name == "heldout_prompts.jsonl"
+    assert [files.data.prompts, files.eval.prompts] == [str(part("prompts")), str(part("heldout_prompts"))]
     assert files.reward.gold == GOLD
     assert with_files(files) == files
-    assert with_files(config, ("policy", "reference")) == config  # the others are not built
-    assert [path.name for path in (own_cache / "tiny").iterdir() if path.is_dir()] == [tiny().corpus().name]
-    terms = {"a": {"kind": "model", "model": "builtin:tiny"}, "b": {"kind": "mine.py:score"}}
+    assert with_files(config, ("policy", "reference")) == config
+    terms = {"a": {"kind": "model", "model": SMALL}, "b": {"kind": "mine.py:score"}}
     summed = TrainConfig.model_validate(written | {"reward": {"kind": "sum", "terms": terms, "gold": "mine.py:score"}})
     reward = with_files(summed).reward
     assert reward.terms is not None
-    assert (reward.terms["a"].model, reward.terms["b"].model) == (str(tiny().reward_model()), None)
+    assert (reward.terms["a"].model, reward.terms["b"].model) == (str(part("reward")), None)
     assert reward.gold == "mine.py:score"
 
 
-def test_the_small_world_can_be_learned_from(small_world: World) -> None:
-    """What every other test of a run relies on."""
-    policy, reward = (
-        json.loads((part / "summary.json").read_text())["final"]
-        for part in (small_world.policy(), small_world.reward_model())
-    )
-    assert policy["eval/perplexity"] < 10
-    assert reward["eval/accuracy"] > 0.6
+def test_a_world_that_there_is_not_is_named() -> None:
+    with pytest.raises(InputError, match="builtin:reviews-smal"):
+        world_file("builtin:reviews-smal", "policy")
