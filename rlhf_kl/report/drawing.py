@@ -206,7 +206,7 @@ def _draw(chart: Chart, axes: Axes, colours: Mapping[str, str]) -> int:
         marker = line.marker if line.marker is not None else "o" if len(x) < FEW_POINTS else ""
         if low and line.marker:
             errors = [[m - a for m, a in zip(y, low, strict=True)], [b - m for m, b in zip(y, high, strict=True)]]
-            axes.errorbar(x, y, errors, fmt="none", ecolor=colours[line.tint], elinewidth=1.0, capsize=2.5)
+            axes.errorbar(x, y, errors, fmt="none", color=colours[line.tint], elinewidth=1.0, capsize=2.5)
         elif low:
             axes.fill_between(x, low, high, color=colours[line.tint], alpha=0.13, linewidth=0, zorder=1.5)
         size = 5.5 if line.dash == "none" else 3.2

@@ -128,4 +128,4 @@ def test_an_unfinished_run_is_its_newest_checkpoint_and_may_have_another_referen
     assert evaluate(run=copy) == evaluate(run=tiny_run)
     assert evaluate(run=copy, reference=str(tmp_path / "other"))["kl_token"] > 0.01
     shutil.rmtree(copy / "checkpoints")
-    assert re.search(f"{copy} .*checkpoint", problem(run=copy))
+    assert re.search(f"{copy}: .*checkpoint", problem(run=copy))

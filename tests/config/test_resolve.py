@@ -66,7 +66,9 @@ def test_every_shipped_config_loads_and_an_editor_finds_no_fault_in_it(path: Pat
 
 def test_the_commented_default_run_writes_the_defaults() -> None:
     changed = config_diff(load_config("train", "ppo_adaptive.yaml"), TrainConfig())
-    assert {line.split(":")[0] for line in changed} == {"run.name", "run.output_dir", "kl.target"}  # of this world
+    assert {line.split(":")[0] for line in changed} == {
+        *("run.name", "run.output_dir", "kl.target", "eval.responses", "eval.max_documents")  # of this world
+    }
     changed = config_diff(load_config("sft", "sft_reviews.yaml"), SFTConfig.model_validate({}))
     assert {line.split(":")[0] for line in changed} == {"run.name", "run.output_dir"}
 
