@@ -31,7 +31,7 @@ from tests.runs import Cli, Killed, Train, rows, unfinished
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     found["config"]["run"].pop("output_dir")
-    found.pop("seconds")
+    found.pop("seconds"), found.pop("git")  # somebody may commit while the tests run
     found["final"] = {key: v for key, v in found["final"].items() if not key.startswith(("time/", "perf/"))}
     return found
 
