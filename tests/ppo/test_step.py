@@ -281,3 +281,32 @@ def test_an_update_with_a_gradient_that_is_not_finite_says_so(make_trainer: Make
     assert torch.equal(weights(trainer.model.modules), before)
     handle.remove()
     assert not trainer.update(2).events
+
+
+class HearsProgress(Recorder):
+    """Writes down, too, whether the score rises with the KL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rises: list[bool] = []
+
+    def observe_progress(self, rises: bool) -> None:
+        self.rises.append(rises)
+
+
+@pytest.mark.parametrize(("start", "rises"), [(1e6, [True, True, True, False, False]), (-1e6, [True] * 5)])
+def test_law_and_rate_are_told_whether_the_score_rises(make_trainer: Make, start: float, rises: list[bool]) -> None:
+    """From the third rollout with a KL on; a run that goes on from a checkpoint counts further."""
+    options: dict[str, Any] = {"kl": {"target": 1e-6}, "ppo": {"learning_rate": 1e-2, "lr_schedule": "adaptive"}}
+    law, of_rate = HearsProgress(), list[bool]()
+    trainer = make_trainer(controller=Guard(law), **options)
+    choose = trainer.rate.choose
+    trainer.rate.choose = lambda step, kl, *, progress: of_rate.append(progress) or choose(step, kl, progress=progress)
+    trainer.progress.start = Mean(start, 0.0)
+    for step in range(1, 6):
+        trainer.update(step)
+    assert law.rises == of_rate == rises
+    again = make_trainer(controller=Guard(HearsProgress()), **options)
+    again.load_state_dict(trainer.state_dict())
+    assert again.progress.count == trainer.progress.count == 4
+    assert again.state_dict()["progress"] == trainer.state_dict()["progress"]
