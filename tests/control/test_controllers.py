@@ -60,7 +60,8 @@ def test_coef_never_leaves_its_bounds(kind, steps):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_saved_state_has_the_same_future(kind):
-    past, future = [0.0, 0.02, 0.2, math.nan, 0.5, 0.1, 0.07], [0.2, 0.03, 0.0, 0.4, 0.11, 0.1]
+    past = [0.0, 0.02, 0.2, math.nan, 0.5, 0.1, 0.07]
+    future = [0.08, 0.2, 0.03, 0.0, 0.4, 0.11, 0.1]  # begins with a step that no limit of a rate cuts
     first, second = built(kind), built(kind)
     for step, kl in enumerate(past):
         first.step(kl, 64, (kl, 0.9 * kl, kl) if step % 2 else None)  # some updates are observed, others not
@@ -317,6 +318,22 @@ def test_a_law_is_told_what_the_run_knows():
 )
 def test_a_law_that_cannot_move_beta_in_this_run_is_named_at_the_start(kind, options, slow):
     assert [type(event) for event in built(kind, **options).start_events(60, 64)] == [ControllerTooSlow] * slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "low", "high"),
+    [
+        ("ziegler", {"horizon": 64}, 0.1 * 0.8**3, 0.1 * 1.2**3),
+        ("threshold", {"high": 2.5}, 0.1 / 1.5**3, 0.1),  # twice the target is not high
+    ],
+)
+def test_the_range_of_beta_is_where_the_largest_steps_lead(kind, options, low, high):
+    assert built(kind, **options).beta_range(3, 64) == pytest.approx((low, high))
+    for kl, end in ((0.0, low), (0.2, high)):  # of a target of 0.1
+        control = built(kind, **options)
+        for _ in range(3):
+            control.step(kl, 64)
+        assert control.beta == pytest.approx(end)
 
 
 class Recorder:
