@@ -18,7 +18,7 @@ from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.ppo import states as reference_module
 from rlhf_kl.ppo.rollout import RolloutParts, Rollouts, exact_kl_now, measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
-from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.model import RewardModel, TextFormat
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -226,6 +226,7 @@ class World:
 
 SCORED: dict[str, Make] = {
     "as written": lambda prompts, responses: (prompts, responses),
+    "without an end": lambda prompts, responses: (prompts, responses),
     "other texts": lambda prompts, responses: (prompts, ["d" + response for response in responses]),
     "fewer texts": lambda prompts, responses: (prompts[1:], responses[1:]),
     "more texts": lambda prompts, responses: ([*prompts, "a"], [*responses, "b"]),
@@ -240,8 +241,12 @@ def test_values_are_those_of_each_state_alone(
     prompts = prompts_of(*TEXTS[:5])
     world = World(new_model, prompts, [reward] if scored else [])
     sampled = world.policy.sample(prompts.ids, uniforms(5, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
+    sampled.ids[2] = torch.tensor([2] + [0] * (sampled.ids.shape[1] - 1))  # a response that is empty: of its text
+    sampled.mask[2, 1:] = False  # without an end, the last token of the prompt is what is scored
     responses = decode_responses(letters, sampled.rows(), [2])
+    assert responses[2] == ""
     if scored:
+        reward.form = TextFormat(append_eos=scored != "without an end")
         reward.score(*SCORED[scored](prompts.texts, responses))
     _, values = world.measure(sampled)
     models = [world.reference.lm.model, *(reward.model for reward in world.rewards)]
