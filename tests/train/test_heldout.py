@@ -15,6 +15,7 @@ from rlhf_kl.train.evaluation import evaluate_policy
 from rlhf_kl.train.resolved import resolve
 from rlhf_kl.train.setup import build_setup
 from rlhf_kl.train.start import prepare_training
+from tests.made import move
 
 AUTO = {"every": "auto", "responses": "auto", "max_documents": "auto"}
 
@@ -27,7 +28,7 @@ def test_evaluations_of_the_default_sizes_take_little_of_a_run_of_60_updates(
     32 responses of 24 tokens in an update; texts of 2,000 tokens, as 8,000 characters of English have.
     """
     texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": "abcd" * 5}) + "\n" for _ in range(100)))
+    texts.write_text("".join(json.dumps({"text": "abcdabcdab"}) + "\n" for _ in range(300)))
     changes = {
         "ppo": {"total_episodes": 60 * 32, "epochs": 1},
         "rollout": {"batch_size": 32, "max_new_tokens": 24, "reference_samples": None},
@@ -52,7 +53,7 @@ def test_evaluations_of_the_default_sizes_take_little_of_a_run_of_60_updates(
 
     training = prepare_training(config, setup)
     held = training.heldout
-    assert (config.eval.updates_between, len(held.texts), len(held.firsts)) == (10, 100, 24)
+    assert (config.eval.updates_between, len(held.texts), len(held.firsts)) == (10, 200, 24)
     first, later = (cost(lambda step=step: evaluate_policy(held, True, step, [])) for step in (1, 11))
     update = cost(lambda: training.trainer.update(1))
     spent = first + 6 * later
@@ -64,6 +65,17 @@ def test_what_is_written_is_what_an_evaluation_has(tiny_settings: dict[str, Any]
     config = TrainConfig.model_validate(tiny_settings | changes)
     held = prepare_training(config, build_setup(resolve(config), torch.device("cpu"))).heldout
     assert (config.eval.updates_between, len(held.texts), len(held.firsts)) == (7, 5, 50)
+
+
+def test_a_policy_that_did_not_begin_as_its_reference_is_measured_beside_it(tiny_settings: dict[str, Any]) -> None:
+    """At the start too, where else the figures of the reference are those of the policy."""
+    config = TrainConfig.model_validate(tiny_settings)
+    held = prepare_training(config, build_setup(resolve(config), torch.device("cpu"))).heldout
+    move(held.policy.module, seed=0)
+    row, _ = evaluate_policy(held, False, 1, [])
+    assert row["eval/reference_perplexity"] != row["eval/perplexity"]
+    assert min(row["eval/kl_token"], row["eval/forward_kl_token"]) > 0.0
+    assert row["eval/kl_token"] != row["eval/forward_kl_token"]
 
 
 def test_the_texts_of_a_run_are_drawn_up_to_so_many_characters() -> None:
@@ -88,3 +100,6 @@ def test_penalties_and_the_rate_of_the_critic_are_those_of_the_config(tiny_setti
     assert {name: getattr(training.shaping, name) for name in penalties} == penalties
     rates = [group["lr"] for group in training.trainer.optimizer.param_groups]
     assert rates == [2.0e-4, 2.0e-4, 5.0e-3]  # matrices, vectors, critic
+    critic, scores = training.trainer.model.critic, training.reference_scores
+    assert critic is not None
+    assert (critic.mean, critic.scale) == (scores.mean, scores.spread)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.distributed import Ranks
+from rlhf_kl.train.resolved import resolve
+from rlhf_kl.train.setup import build_setup
+from rlhf_kl.train.start import score_reference
+
+
+def test_each_reference_sample_keeps_its_prompt_in_every_round(tiny_settings: dict[str, Any], tmp_path: Path) -> None:
+    """By a score that the prompt alone decides: 480 samples are drawn in four rounds."""
+    (tmp_path / "mine.py").write_text(
+        "def of_prompt(prompts, responses):\n    return [sum(map(ord, p)) + len(p) / 7 for p in prompts]\n"
+    )
+    changes = {"reward": {"kind": f"{tmp_path}/mine.py:of_prompt"}, "rollout": {"reference_samples": 480}}
+    merged = {name: tiny_settings[name] | section for name, section in changes.items()}
+    config = TrainConfig.model_validate(tiny_settings | merged)
+    scores, _ = score_reference(config, build_setup(resolve(config), torch.device("cpu")), Ranks())
+    assert len(scores.shaped) == len(scores.groups) == 480
+    of_groups: dict[int, set[float]] = {}
+    for group, score in zip(scores.groups, scores.shaped, strict=True):
+        of_groups.setdefault(group, set()).add(score)
+    assert {len(found) for found in of_groups.values()} == {1}
+    assert len({score for found in of_groups.values() for score in found}) > 5
