@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.builtin.world import world_file
 from rlhf_kl.commands.evaluate import _table
 from rlhf_kl.commands.evaluate import evaluate as command
+from rlhf_kl.data.files import read_rows
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
@@ -59,6 +61,13 @@ def test_any_model_on_any_texts_and_a_reference_beside_it(
     assert beside["perplexity"] != found["perplexity"]
     (tmp_path / "x.csv").write_text("body\nabcd\n")
     assert evaluate(model=str(tiny_folder), texts=str(tmp_path / "x.csv"), column="body")["tokens"] == 4
+
+
+def test_the_texts_of_a_built_in_world_are_its_held_out_ones() -> None:
+    world = "builtin:reviews-small"
+    found = evaluate(model=world, texts=world)
+    rows = read_rows(Path(world_file(world, "heldout")))
+    assert (found["documents"], found["bytes"]) == (len(rows), sum(len(row["text"].encode()) for row in rows))
 
 
 def test_a_run_agrees_with_its_own_last_evaluation(tiny_run: Path) -> None:
