@@ -31,12 +31,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Any]) -> 
     return folder
 
 
-def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> None:
+def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path, tiny_data: Any) -> None:
     full = json.loads(rlhf_kl("eval", "--run", run, "--samples", "64", "--plugins", "--json").out)
     kl = full["kl_token"]
     targets = [round(share * kl, 5) for share in (0.25, 0.5, 1.2, 9.0)]
     words = ("scale", run, "--plugins", "--samples", "64", "--targets", ",".join(map(str, targets)))
-    done = rlhf_kl(*words, "--json", "--save", targets[0])
+    done = rlhf_kl(*words, "--json", "--save", targets[1])  # not the one that is measured last
     assert done.code == 0, done.err
     document = json.loads(done.out)
     assert document == json.loads((run / "scale.json").read_text())
@@ -56,15 +56,15 @@ def test_one_run_at_every_target(run: Path, rlhf_kl: Cli, tiny_folder: Path) -> 
     assert trained["kl_token_stderr"] == pytest.approx(full["kl_token_stderr"], rel=1e-3)
     assert all(row["score_rise_stderr"] >= 0 for row in rows)
     # What was saved is on the line between the reference and the merged policy, and is an ordinary model.
-    saved, start = (
-        AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        for folder in (run / f"scaled-{targets[0]:g}", tiny_folder)
-    )
-    moved = {name: (saved[name] - start[name]).norm().item() for name in start}
+    saved = run / f"scaled-{targets[1]:g}"
+    weights, start = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (saved, tiny_folder))
+    moved = {name: (weights[name] - start[name]).norm().item() for name in start}
     assert max(moved.values()) > 0
     assert min(moved.values()) == 0  # an adapter leaves most weights alone
-    card = (run / f"scaled-{targets[0]:g}" / "README.md").read_text()
-    assert f"| scale | {low['scale']:.4g} of " in card
+    assert f"| scale | {half['scale']:.4g} of " in (saved / "README.md").read_text()
+    alone = json.loads(rlhf_kl("eval", "--model", saved, "--texts", tiny_data.texts, "--json").out)
+    assert alone["perplexity"] == pytest.approx(half["perplexity"], rel=1e-5)
+    assert low["perplexity"] != pytest.approx(half["perplexity"], rel=1e-4)
     page = (run / "scale.html").read_text()
     assert all(title in page for title in ("Score by KL target", "Two responses of median score"))
     assert (run / "scale.png").stat().st_size > 10_000
