@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,14 +94,25 @@ def test_what_cannot_be_compared(write_run: Write, metrics_rows: Rows, tmp_path:
     assert (tmp_path / "out" / "compare.html").read_text().count("<svg") == 2 + 4
 
 
-def test_scores_on_different_scales_are_not_compared(write_run: Write, metrics_rows: Rows) -> None:
+@pytest.mark.parametrize(
+    ("section", "other"),
+    [
+        ("reward", {"clip": 3.0}),
+        ("reference", {"model": "a/b"}),
+        ("rollout", {"temperature": 0.7}),
+    ],
+)
+def test_scores_on_different_scales_are_not_compared(
+    write_run: Write, metrics_rows: Rows, section: str, other: dict[str, Any]
+) -> None:
+    """Or by their KL to different references."""
     paths = []
-    for name, kl, section in (("a-1", 0.1, {}), ("b-1", 0.05, {"clip": 3.0}), ("b-2", 0.2, {"clip": 3.0})):
-        config = {"reward": section, "kl": {"controller": {"kind": "fixed", "coef": kl}}}
+    for name, kl, values in (("a-1", 0.1, {}), ("b-1", 0.05, other), ("b-2", 0.2, other)):
+        config = {section: values, "kl": {"controller": {"kind": "fixed", "coef": kl}}}
         paths.append(write_run(name, metrics_rows([kl] * 40), config=config))
     comparison = read_comparison(paths)
     assert comparison.equal_kl == []
-    notes = [note for note in comparison.notes if "reward.clip: 5.0 -> 3.0" in note]
+    notes = [note for note in comparison.notes if f"{section}.{next(iter(other))}: " in note]
     assert any(note.startswith("scores of a-1 and b-1 ") for note in notes)
 
 

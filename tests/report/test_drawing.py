@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from matplotlib.image import imread
 
 from rlhf_kl.report.charts import Style, variant_styles
-from rlhf_kl.report.drawing import COLOURS, MANY, Chart, Line, marks, save_sheet, svg, thin
+from rlhf_kl.report.drawing import COLOURS, MANY, Chart, Line, css, marks, save_sheet, svg, thin
 
 NAME = "<script>$x_1$ 字 #0072b2"  # a colour in a name is text
 LINES = [  # a log axis cannot show 0
@@ -36,6 +36,13 @@ def test_svg_is_xml_that_takes_its_colours_from_the_page() -> None:
     assert others.keys() <= {"href", "clip-path", "aria-label"}  # references, and the name as it is
     assert root.get("aria-label") == f"A $title$ <b>: {NAME} 0 to 0.200, other 0.100 to 0.200, end 0.400 to 0.400"
     assert svg(CHART) == text
+
+
+def test_a_page_has_each_colour_for_light_and_for_dark() -> None:
+    light, _, dark = css().partition("prefers-color-scheme:dark")
+    for name, (on_light, on_dark) in COLOURS.items():
+        assert f"--{name}:{on_light};" in light
+        assert f"--{name}:{on_dark};" in dark
 
 
 def lab(colour: str) -> tuple[float, float, float]:
