@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from rlhf_kl.control.adaptive import AdaptiveKL, StepModel
 from rlhf_kl.control.base import COEF_SPAN
+from rlhf_kl.control.ceiling import KLForecast
 from rlhf_kl.monitors.facts import is_update
-from rlhf_kl.ppo.ceiling import KLForecast
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import text_table
 

@@ -25,8 +25,8 @@ from rlhf_kl.ppo.heldout_samples import (
     policy_samples,
     text_errors,
 )
+from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.ppo.rollout import rows_at_once
-from rlhf_kl.ppo.way import same_weights
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.train import sets
 from rlhf_kl.train.device import on_this_machine, run_device
