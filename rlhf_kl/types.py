@@ -139,6 +139,10 @@ class RolloutBatch:
         scores = torch.where(self.scored, self.shaped_scores, 0.0)
         return mean_of_groups(float64(scores), float64(self.scored), self.group)
 
+    def score_spread(self) -> float:
+        """Standard deviation of the shaped scores over the responses that have one."""
+        return float(float64(self.shaped_scores)[self.scored.to(self.shaped_scores.device)].std(correction=0))
+
     @classmethod
     def concat(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
         """The rows of several batches; prompts are padded on the left, responses on the right."""

@@ -9,8 +9,8 @@ one; a plant's is the geometric mean of its runs'. Steps that the ceiling cut ar
 
 For each plant the constants of `StepModel` are fitted to all the others, one after the other over a grid until none
 improves the worst plant's error, and tested on the plant itself. Printed: that error for the fitted constants, for
-those in force, and the constants themselves. `approach`, `down`, `up` and RESTRAINT decide what is done with a
-prediction: `bench_control.py` judges them.
+those in force, and the constants themselves. `approach`, `down`, `up`, RESTRAINT and CALM decide what is done with
+a prediction: `bench_control.py` judges them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from rlhf_kl.control.adaptive import AdaptiveKL, StepModel
 from rlhf_kl.control.base import COEF_SPAN
+from rlhf_kl.control.ceiling import KLForecast
 from rlhf_kl.monitors.facts import is_update
-from rlhf_kl.ppo.ceiling import KLForecast
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import text_table
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import rlhf_kl
 from tests.made import Make
@@ -24,6 +25,8 @@ MOST_MODULES = 47  # of this package that the step of PPO pulls in
 MOST_FRAMES = 9  # of this package, from an update to the log-softmax of a training pass
 STORED = Path(__file__).with_name("house_lines.txt")  # lines of the package
 FREE_LINES = 100  # more are named
+MOST_TYPES = 12  # on a prompt's way
+NO_BATCHES = {"ReservedLayer"}  # keys and values of a model
 CHANGING = {  # methods that change a list, a set or a mapping
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault"),
     *("sort", "update"),
@@ -154,6 +157,39 @@ def test_few_calls_lie_between_an_update_and_the_softmax(make_trainer: Make) -> 
             sys.setprofile(None)
         assert depths
         assert max(map(len, depths)) <= MOST_FRAMES, max(depths, key=len)
+
+
+# ---- types
+
+
+def holds_rows(x: Any) -> bool:
+    """Whether an object of this package holds tensors, texts or tokens of rows; what holds a model is none."""
+    if not type(x).__module__.startswith(PACKAGE.name) or isinstance(x, torch.nn.Module):
+        return False
+    values = list(x if isinstance(x, tuple) else getattr(x, "__dict__", {}).values())
+    return not any(isinstance(value, torch.nn.Module) for value in values) and any(
+        (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0)
+        or (isinstance(value, list) and bool(value) and isinstance(value[0], str | list))
+        for value in values
+    )
+
+
+def test_a_prompt_passes_few_types(make_trainer: Make) -> None:  # noqa: F811
+    """From the data to the loss: those that are read from a file, and those of an update."""
+    found = {"PromptRow", "PromptStream", "Loss"}
+
+    def note(frame: Any, event: str, value: Any) -> None:
+        if event == "return" and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            found.update(type(x).__name__ for x in (value, *frame.f_locals.values()) if holds_rows(x))
+
+    trainer = make_trainer()
+    sys.setprofile(note)
+    try:
+        trainer.update(1)
+    finally:
+        sys.setprofile(None)
+    assert {"Prompts", "RolloutBatch"} < found
+    assert len(found - NO_BATCHES) <= MOST_TYPES, " ".join(sorted(found))
 
 
 # ---- hidden state

@@ -15,7 +15,7 @@ from rlhf_kl.data.rows import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
 from rlhf_kl.models.lora import adapter_base, blame_base, is_adapter
 from rlhf_kl.ppo.heldout import NO_SCORERS, HeldOut, Samples, figures_of
-from rlhf_kl.ppo.way import same_weights
+from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.train import sets
 from rlhf_kl.train.device import on_this_machine, run_device

@@ -26,6 +26,10 @@ JUMP = 0.3  # too large for noise: a rollback, or a batch of other prompts
 JUMP_DEVIATIONS = 4.0  # standard deviations, where the noise is larger
 FARTHEST = 100.0  # larger KLs are treated as equal
 RESTRAINT = 0.03  # cost of a change of log beta by 1, relative to a step error in paces
+HELD = 0.12  # distance of x from 1, a KL within 25 %: there the run scales overshoots back, so that
+CALM = 0.04  # log beta changes less (the cost of a change by 1, as a step error of x),
+HELD_MOVE = 0.15  # by at most this share,
+EDGE = 0.5  # and aims so many standard deviations above 1, since what is higher by chance is cut off
 SHRINKAGE = 0.3  # of a gap to the target that is small beside its own uncertainty
 CANDIDATES = 61  # changes of log beta that are compared
 GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; if the bounds are wider than the points cover, the steps are longer
@@ -80,6 +84,9 @@ class AdaptiveKL(Law):
     If it is not called, steps are differences of successive measurements. A Kalman filter
     estimates the distance itself from the prediction and the measurement, whose noise is learned.
 
+    Where the run scales the policy back (`scale`), single rollouts that are too high are no work for beta. Near the
+    target it then follows only what lasts, in small steps, and leaves overshoots to the scaling.
+
     Consequences: a cold start needs no special rule, since a rising KL is predicted and is not an error. The first
     steps correct a starting beta that is wrong by a factor of ten. An update that a ceiling has cut still counts with
     its full length. No error is integrated. The first update starts where the KL has no gradient, so it shows the
@@ -92,7 +99,7 @@ class AdaptiveKL(Law):
     down: Positive = 1.2
     up: Positive = 1.8
 
-    state_names = ("coef", "distance", "variance", "noise", "last_step", "observed", "unobserved", "updates")
+    state_names = ("coef", "distance", "variance", "noise", "last_step", "observed", "unobserved", "updates", "scales")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +113,7 @@ class AdaptiveKL(Law):
         self.observed: tuple[float, float] | None = None  # this update's step: without and with a cut
         self.unobserved: tuple[float, float, float, float] | None = None  # the start of a step that was not measured
         self.updates = 0
+        self.scales = False  # whether `scale` is called
 
     @cached_property
     def _belief(self) -> Belief:
@@ -155,6 +163,7 @@ class AdaptiveKL(Law):
             self._move(self._best_move(Situation(self.distance, self.last_step, math.log(self.coef))))
 
     def scale(self) -> float:
+        self.scales = True
         if self.distance is None or self.updates < 2:
             return 1.0
         sure = 1.0 + math.sqrt(self.variance)  # to scale back what is only noise would keep the KL below its target
@@ -215,11 +224,16 @@ class AdaptiveKL(Law):
 
     def _best_move(self, at: Situation) -> float:
         """The change of log beta whose next step is expected to be nearest to the wanted one."""
-        pace = self._belief.mean_pace
-        gap = 1.0 - at.distance
+        gap, restraint, down, up = 1.0 - at.distance, RESTRAINT * self._belief.mean_pace, self.down, self.up
+        if self.scales:
+            edge = 1.0 + EDGE * math.sqrt(self.variance)
+            at = at._replace(distance=min(at.distance, edge))
+            gap = edge - at.distance
+            if abs(1.0 - at.distance) < HELD:
+                restraint, down, up = CALM, min(HELD_MOVE, down), min(HELD_MOVE, up)
         wanted = self.approach * gap**3 / (gap**2 + SHRINKAGE * self.variance)
-        width = (self.down + self.up) / (CANDIDATES - 1)
-        moves = sorted([0.0, *(i * width - self.down for i in range(CANDIDATES))], key=abs)  # ties: the smallest
+        width = (down + up) / (CANDIDATES - 1)
+        moves = sorted([0.0, *(i * width - down for i in range(CANDIDATES))], key=abs)  # ties: the smallest
         if self.solved is None:
             if self._belief.drive_share(at) > SPENT:
                 moves = [move for move in moves if move >= 0.0]
@@ -237,7 +251,7 @@ class AdaptiveKL(Law):
 
         def cost(move: float) -> float:
             miss = self._belief.expected_miss(wanted, at._replace(log_coef=at.log_coef + move))
-            return miss + (RESTRAINT * pace * move) ** 2
+            return miss + (restraint * move) ** 2
 
         return min(moves, key=cost)
 

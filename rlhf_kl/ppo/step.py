@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_kl.control import Guard
+from rlhf_kl.control.ceiling import Ceiling, CeilingResult
+from rlhf_kl.control.rate import LearningRate, PacedRate, Progress, allowed_rise
+from rlhf_kl.control.way import Way
 from rlhf_kl.events import Event, UpdateSkipped
 from rlhf_kl.memory import free_memory, memory_for, smaller_pass, tokens_of_a_pass
 from rlhf_kl.models.value import freezing
@@ -18,14 +22,11 @@ from rlhf_kl.ops.head import token_kl, token_logprobs
 from rlhf_kl.ops.kl import ESTIMATORS
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.ops.packing import Layout, Packed, split_groups
-from rlhf_kl.optim import fit_critic, set_learning_rate
-from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult
+from rlhf_kl.optim import fit_critic, lr_factor, set_learning_rate
 from rlhf_kl.ppo.objectives import Loss, Tokens, explained_variance, ppo_loss, ppo_targets
-from rlhf_kl.ppo.rate import LearningRate, Progress, allowed_rise
 from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.states import StateFeatures
-from rlhf_kl.ppo.way import Way
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.sharding import is_sharded, local, sum_gradients, unsharded
 from rlhf_kl.types import RolloutBatch
@@ -104,14 +105,13 @@ class PPOTrainer:
         self.sums_once = all(self.ranks.all(WHOLE * whole < free_memory(model.policy.device)))
         self.rows = settings.microbatch_size or settings.minibatch_size  # of a pass, at most
         peak, first = float(optimizer.param_groups[0]["lr"]), settings.value_warmup + 1
-        self.rate = LearningRate(
-            controller, peak, settings.lr_schedule, target=settings.target, updates=settings.updates, first=first
-        )
+        paced = PacedRate(settings.target, settings.updates, first) if settings.lr_schedule == "adaptive" else None
+        schedule = partial(lr_factor, settings.lr_schedule)
+        self.rate = LearningRate(controller, peak, schedule, settings.updates, paced)
         self.progress = Progress(start)
         self.ceiling = Ceiling(
             [local(p) for p in self.policy],
             way,
-            self.kl_now,
             target=settings.target,
             limit=settings.ceiling if settings.backtracks else None,
             measures=controller.needs_update_kl or self.rate.adaptive is not None,
@@ -131,12 +131,14 @@ class PPOTrainer:
         if trains:
             if self.controller.adjusts:  # else nothing is moved that could stop
                 distance = math.sqrt(kl.mean / self.settings.target)
-                update.events += self.progress.observe(rollout.score(), distance, allowed_rise(rollout))
+                most = allowed_rise(rollout.score_spread(), rollout.kl("sequence").mean)
+                update.events += self.progress.observe(rollout.score(), distance, most)
             update.events += self.rate.choose(step, kl.mean, progress=self.progress.made)  # 4. pace the way by the rate
         update.learning_rate = self.rate(step)
         self.optimize(update, targets, step)  # 5. epochs of clipped steps
         if trains:
-            move = update.move = self.ceiling.hold(rollout, before, kl)  # shortened if it would cross the ceiling
+            read_kl = partial(self.kl_now, rollout)
+            move = update.move = self.ceiling.hold(read_kl, before, kl)  # shortened if it would cross the ceiling
             tokens = rollout.tokens_per(unit)
             update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
             update.events += self.rate.observe(step, move, update_kl, tokens)
@@ -144,7 +146,7 @@ class PPOTrainer:
             update.events += self.controller.step(kl.mean, len(rollout), seen, progress=made)  # 6. move beta
             update.coef_next = self.controller.beta
             if self.ceiling.way is not None:  # 7. end an overshoot at once
-                update.move = self.ceiling.scale(rollout, move, self.controller.distance_kept())
+                update.move = self.ceiling.scale(read_kl, move, self.controller.distance_kept())
         return update
 
     def optimize(self, update: Update, targets: Tokens, step: int) -> None:

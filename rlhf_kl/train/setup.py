@@ -30,8 +30,8 @@ from rlhf_kl.models.tokens import encode_all
 from rlhf_kl.models.value import (
     store_frozen,
 )
+from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.ppo.rollout import RolloutParts
-from rlhf_kl.ppo.way import same_weights
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.train import sets

@@ -21,12 +21,12 @@ from rlhf_kl.models.value import (
 )
 from rlhf_kl.ops.masked import Mean
 from rlhf_kl.optim import adamw, usual_learning_rate
+from rlhf_kl.ppo.origin import way_from
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.ppo.step import PPOTrainer
-from rlhf_kl.ppo.way import way_from
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.sharding import shard_trained
 from rlhf_kl.train.setup import Setup, feature_rewards, value_start

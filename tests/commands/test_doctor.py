@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import make_dataclass
 from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -156,11 +157,11 @@ def test_a_first_update_with_nearly_all_tokens_is_the_largest(
     prompts_of: Make, length: int, warmup: int, again: bool
 ) -> None:
     made: list[int] = []
-    config = TrainConfig.model_validate({"ppo": {"value_warmup": warmup}})
-    trainer: Any = SimpleNamespace(rollouts=SimpleNamespace(), update=made.append, config=config)
+    settings = SimpleNamespace(value_warmup=warmup)
+    trainer: Any = SimpleNamespace(rollouts=SimpleNamespace(), update=made.append, settings=settings)
     stream = PromptStream(prompts_of("ab"), 4, 0, 2)  # a batch has it twice
-    setup: Any = SimpleNamespace(prompts=stream, sampling=Sampling(6, 1.0, [2], 0))
-    setup.policy = SimpleNamespace(device=torch.device("cpu"))
+    policy, sampling = SimpleNamespace(device=torch.device("cpu")), Sampling(6, 1.0, [2], 0)
+    setup: Any = make_dataclass("Parts", ["prompts", "sampling", "policy"])(stream, sampling, policy)
     first = rollout(torch.arange(6).expand(4, -1) < length, prompt_mask=torch.ones(4, 3, dtype=torch.bool))
     _, share = largest_update(setup, trainer, first)
     assert (share, made) == (1.0, [2 + warmup] if again else [])

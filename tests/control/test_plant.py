@@ -1,6 +1,8 @@
 import json
 import math
+import random
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 import typer
@@ -75,6 +77,34 @@ def test_adaptive_holds_the_target_on_every_plant(law, sigma, speed):
     # 5 % noise alone gives 0.04
     assert sum(errors) / len(errors) < 0.08
     assert max(errors) < 0.15
+
+
+@pytest.mark.parametrize("start", [1.0, 0.3, 3.0])
+def test_where_overshoots_are_scaled_back_beta_finds_the_one_that_holds_and_keeps_it(start):
+    """A policy with the momentum, the noise and the rollouts of a real run; b is 0.2, and beta follows no rollout."""
+    holding, moves, misses, coefs = 0.2, [], [], []
+    for seed in range(4):
+        draw = random.Random(seed).gauss
+        law = AdaptiveKL(coef=start * holding, target=TARGET)
+        law.observe_solved(start * holding, 1.0)
+        control, x, step = Guard(law), 0.0, 0.0
+        for number in range(60):
+            before, coef, noise = x, control.beta, draw(1.0, 0.045)
+            pace = 0.15 if x < 0.8 else 0.06
+            drive = -math.tanh(1.5 * math.log(max(x, 0.05)) + math.log(coef / holding))
+            step = 1.65 * pace if number == 0 else 0.4 * step + 0.6 * pace * (drive + draw(0.0, 0.3))
+            x = max(0.0, x + step)
+            kl, after = (TARGET * noise * distance**2 for distance in (before, x))
+            control.step(kl, 64, (kl, after, after))
+            x *= control.distance_kept()
+            if number >= 15:
+                moves.append(abs(control.beta / coef - 1.0))
+            if number >= 30:
+                coefs.append(math.log(control.beta / holding))
+                misses.append(abs(before**2 - 1.0))
+    assert fmean(moves) < 0.1
+    assert fmean(misses) < 0.06
+    assert abs(fmean(coefs)) < 0.1
 
 
 @pytest.fixture

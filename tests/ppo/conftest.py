@@ -43,10 +43,10 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     from rlhf_kl.models.lm import LM, Trunk
     from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
     from rlhf_kl.optim import adamw
+    from rlhf_kl.ppo.origin import way_from
     from rlhf_kl.ppo.rollout import RolloutParts, Rollouts
     from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
     from rlhf_kl.ppo.step import PPOTrainer
-    from rlhf_kl.ppo.way import way_from
     from rlhf_kl.rewards.plugin import PluginReward
     from rlhf_kl.rewards.scorer import Scorer, Scorers
     from rlhf_kl.rewards.shaping import ScoreShaping

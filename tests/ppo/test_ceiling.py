@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rlhf_kl.control import Guard
+from rlhf_kl.control.ceiling import Ceiling, CeilingResult, KLForecast
+from rlhf_kl.control.way import Way
 from rlhf_kl.ops.masked import Mean
-from rlhf_kl.ppo.ceiling import Ceiling, CeilingResult, KLForecast
-from rlhf_kl.ppo.way import Way
 from tests.made import Make, Recorder, row_of
 
 
@@ -36,18 +35,18 @@ class Point:
         assert second == pytest.approx(-first)  # all tensors move together
         return first
 
-    def read(self, rollout: Any, whole: bool) -> Mean:
+    def read(self, whole: bool) -> Mean:
         self.measured += 1
         self.wholes.append(whole)
         return Mean(self.law(self.place), self.stderr)
 
     def ceiling(self, limit: float | None, *, measures: bool = False, reference: bool = True) -> Ceiling:
         way = Way(self.parameters, lambda: [torch.zeros(1), torch.zeros(2)]) if reference else None
-        return Ceiling(self.parameters, way, self.read, target=(limit or 1.5) / 1.5, limit=limit, measures=measures)
+        return Ceiling(self.parameters, way, target=(limit or 1.5) / 1.5, limit=limit, measures=measures)
 
     def shorten(self, limit: float, *, reference: bool = True) -> CeilingResult:
         start = Mean(self.law(float(self.before[0][0])), self.stderr)
-        return self.ceiling(limit, reference=reference).hold(None, self.before, start)  # type: ignore[arg-type]
+        return self.ceiling(limit, reference=reference).hold(self.read, self.before, start)
 
 
 def test_below_the_ceiling_an_update_stays_whole() -> None:
@@ -76,11 +75,11 @@ def test_an_update_that_would_cross_goes_back_until_it_is_below(
 def test_the_forecast_learns_from_what_was_kept_and_scaled() -> None:
     point = Point(0.1, 2.0)
     ceiling = point.ceiling(1.0)
-    move = ceiling.hold(None, point.before, Mean(0.01, 0.0))  # type: ignore[arg-type]
+    move = ceiling.hold(point.read, point.before, Mean(0.01, 0.0))
     assert ceiling.forecast.made == (0.01, move.kl_after)
     assert move.kl_after < move.kl_uncut
     place = point.place
-    scaled = ceiling.scale(None, move, 0.5)  # type: ignore[arg-type]
+    scaled = ceiling.scale(point.read, move, 0.5)
     assert point.place == pytest.approx(place / 2)
     assert scaled.kl_after == pytest.approx(point.place**2)
     assert ceiling.forecast.made == (0.01, scaled.kl_after)
@@ -91,11 +90,11 @@ def test_where_the_kl_falls_with_another_power_it_is_measured_and_lands_as_near(
     """As of an adapter whose two factors are scaled; measured powers are 2.7 to 3.6."""
     point = Point(0.1, 1.4, lambda x: abs(x) ** power)
     ceiling = point.ceiling(1.0)
-    move = ceiling.hold(None, [], Mean(0.1**power, 0.0))  # type: ignore[arg-type]
+    move = ceiling.hold(point.read, [], Mean(0.1**power, 0.0))
     assert 0.93 <= move.kl_after <= 1.0
     assert move.kl_after == pytest.approx(point.law(point.place))
     assert move.scale == pytest.approx(point.place / 1.4)
-    scaled = ceiling.scale(None, move, 0.7)  # type: ignore[arg-type]
+    scaled = ceiling.scale(point.read, move, 0.7)
     assert scaled.kl_after == pytest.approx(0.49 * move.kl_after, rel=0.03)  # by the square, as a controller expects
     assert scaled.kl_after == pytest.approx(point.law(point.place))
     assert scaled.scale == pytest.approx(point.place / 1.4)
@@ -130,7 +129,7 @@ def test_a_controllers_share_is_of_the_kl_at_all_states(half: float, share: floa
     """Half of the prompts may say another KL (0.1 at all); no policy goes beyond what was trained."""
     point = Point(0.0, math.sqrt(0.1))
     move = CeilingResult(1.0, 0.05, half, half)
-    scaled = point.ceiling(None).scale(None, move, share)  # type: ignore[arg-type]
+    scaled = point.ceiling(None).scale(point.read, move, share)
     assert scaled.scale <= 1.0
     assert scaled.kl_after == pytest.approx(0.1 * share**2, rel=0.04)
     assert scaled.kl_after == pytest.approx(point.place**2)
@@ -138,7 +137,7 @@ def test_a_controllers_share_is_of_the_kl_at_all_states(half: float, share: floa
 
 def test_a_share_of_nothing_is_the_reference() -> None:
     point = Point(0.0, 0.5)
-    scaled = point.ceiling(None).scale(None, CeilingResult(1.0, 0.1, 0.25, 0.25), 0.0)  # type: ignore[arg-type]
+    scaled = point.ceiling(None).scale(point.read, CeilingResult(1.0, 0.1, 0.25, 0.25), 0.0)
     assert (scaled.kl_after, scaled.scale, point.place) == (0.0, 0.0, 0.0)
 
 
@@ -155,8 +154,8 @@ def test_near_the_limit_all_states_are_read(end: float, near: bool) -> None:
 def test_weights_that_are_no_numbers_are_undone(start: float) -> None:
     weight = nn.Parameter(torch.tensor([math.nan]))
     kl = lambda *_: Mean(float(weight.detach()) ** 2, 0.0)  # noqa: E731
-    ceiling = Ceiling([weight], None, kl, target=0.7, limit=1.0, measures=False)
-    result = ceiling.hold(None, [torch.tensor([start])], Mean(start**2, 0.0))  # type: ignore[arg-type]
+    ceiling = Ceiling([weight], None, target=0.7, limit=1.0, measures=False)
+    result = ceiling.hold(kl, [torch.tensor([start])], Mean(start**2, 0.0))
     assert (result.factor, result.kl_after, weight.item()) == (0.0, start**2, start)
 
 
@@ -181,7 +180,7 @@ def test_a_forecast_that_sees_no_relief_does_not_send_the_policy_to_its_referenc
     point = Point(1.2, 1.2)
     ceiling = point.ceiling(1.0)
     ceiling.forecast.square = 1e6
-    result = ceiling.hold(None, point.before, Mean(1.44, 0.0))  # type: ignore[arg-type]
+    result = ceiling.hold(point.read, point.before, Mean(1.44, 0.0))
     assert ceiling.forecast.gain == 0.25
     assert result.kl_after == pytest.approx(0.97, abs=0.01)
 
@@ -189,7 +188,7 @@ def test_a_forecast_that_sees_no_relief_does_not_send_the_policy_to_its_referenc
 def test_a_kl_that_is_no_number_on_the_way_sends_the_policy_to_its_reference() -> None:
     point = Point(0.1, 4.0, lambda x: x * x if x > 2.0 or x == 0.0 else math.nan)
     ceiling = point.ceiling(1.0)
-    result = ceiling.hold(None, [], Mean(0.01, 0.0))  # type: ignore[arg-type]
+    result = ceiling.hold(point.read, [], Mean(0.01, 0.0))
     assert (result.factor, result.scale, result.kl_after, point.place) == (0.0, 0.0, 0.0, 0.0)
 
 
@@ -239,7 +238,7 @@ def test_a_ceiling_goes_on_from_its_state() -> None:
         point = Point(0.0, 0.5)
         first = point.ceiling(1.0)
         before = [torch.tensor([0.0]), torch.tensor([0.0, 0.0])]
-        first.hold(None, before, Mean(0.0, 0.0))  # type: ignore[arg-type]
+        first.hold(point.read, before, Mean(0.0, 0.0))
         other = point.ceiling(1.0)
         if state == "loaded":
             other.forecast.load_state_dict(first.forecast.state_dict())
@@ -247,7 +246,7 @@ def test_a_ceiling_goes_on_from_its_state() -> None:
             for p in point.parameters:
                 p.mul_(8)
         ceiling = first if state == "same" else other
-        kept.append(ceiling.hold(None, before, Mean(0.75, 0.0)))  # type: ignore[arg-type]
+        kept.append(ceiling.hold(point.read, before, Mean(0.75, 0.0)))
         assert (2.0 < ceiling.forecast.gain < 3.0) == (state != "none")
     assert kept[0] == kept[1]
     assert kept[0].kl_after < kept[2].kl_after / 2
@@ -258,7 +257,7 @@ def test_without_a_limit_the_kl_is_measured_for_who_uses_it(measures: bool) -> N
     point = Point(0.1, 0.9)
     ceiling = point.ceiling(None, measures=measures)
     assert ceiling.snapshot() == []
-    result = ceiling.hold(None, [], Mean(0.5, 0.0))  # type: ignore[arg-type]
+    result = ceiling.hold(point.read, [], Mean(0.5, 0.0))
     assert (result.factor, result.kl_before) == (1.0, 0.5)
     assert result.kl_after == pytest.approx(0.81 if measures else math.nan, nan_ok=True)
     assert point.measured == measures

@@ -12,7 +12,7 @@ from rlhf_kl.control import Guard
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.models.value import frozen_lm
-from rlhf_kl.ppo.way import same_weights, way_from
+from rlhf_kl.ppo.origin import same_weights, way_from
 from tests.made import Make, Recorder, move, weights
 
 SCALED = 0.7  # of the way: a square of 0.49

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhf_kl.control.way import Line, Way
 from rlhf_kl.ops.masked import Mean
-from rlhf_kl.ppo.way import Line, Way
-from rlhf_kl.types import RolloutBatch
 
 MOST_TRIES = 6
 SURE = 3.0  # standard errors below the limit at which a KL by some of the states is enough
@@ -39,6 +38,9 @@ class CeilingResult:
     kl_after: float = math.nan  # NaN if not measured
     kl_uncut: float = math.nan  # after the whole update
     scale: float = 1.0  # of the way from the reference, after all of that
+
+
+ReadKL = Callable[[bool], Mean]  # the current policy's KL at the states of the rollout: of all, or (False) by some
 
 
 class KLForecast:
@@ -87,20 +89,19 @@ class Ceiling:
         self,
         parameters: Sequence[Tensor],
         way: Way | None,
-        read_kl: Callable[[RolloutBatch, bool], Mean],
         *,
         target: float,
         limit: float | None,
         measures: bool,
     ) -> None:
-        """`read_kl` measures the current policy's KL at a rollout's states: at all of them, or (False) by some.
+        """`way`: from the reference; None = unknown, since the policy did not begin there.
 
-        `way`: from the reference; None = unknown, since the policy did not begin there. `target` and `limit` in nats
-        of the target's unit. Without a limit no update is shortened, and the KL after it is measured where `measures`.
+        `target` and `limit` in nats of the target's unit. Without a limit no update is shortened, and the KL after it
+        is measured where `measures`.
         """
         self.parameters = list(parameters)
         self.way = way
-        self.read_kl, self.limit, self.measures = read_kl, limit, measures
+        self.limit, self.measures = limit, measures
         self.forecast = KLForecast(target)
 
     def snapshot(self) -> list[Tensor]:
@@ -108,7 +109,7 @@ class Ceiling:
         needed = self.limit is not None and self.way is None
         return [p.detach().clone() for p in self.parameters] if needed else []
 
-    def hold(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean) -> CeilingResult:
+    def hold(self, read_kl: ReadKL, before: list[Tensor], measured: Mean) -> CeilingResult:
         """After an update that began at `before`; `measured` is the rollout's own KL.
 
         The limit holds for the forecast of the next rollout's KL, without its standard error: else one heavy row of a
@@ -119,14 +120,14 @@ class Ceiling:
         """
         self.forecast.observe(measured.mean)
         if self.limit is None:
-            kl = self.read_kl(rollout, False) if self.measures else Mean(math.nan, 0.0)
+            kl = read_kl(False) if self.measures else Mean(math.nan, 0.0)
             result = CeilingResult(1.0, measured.mean, kl.mean, kl.mean)
         else:
-            result = self._shorten(rollout, before, measured, self.limit)
+            result = self._shorten(read_kl, before, measured, self.limit)
         self.forecast.made = (measured.mean, result.kl_after) if math.isfinite(result.kl_after) else None
         return result
 
-    def scale(self, rollout: RolloutBatch, move: CeilingResult, share: float) -> CeilingResult:
+    def scale(self, read_kl: ReadKL, move: CeilingResult, share: float) -> CeilingResult:
         """theta_ref + share (theta - theta_ref): near the reference the KL goes with the square of the share.
 
         A smaller share is corrected until the KL is the square of `share` times what it was, as measured: of an
@@ -138,10 +139,10 @@ class Ceiling:
         if share >= NEARLY or share == 0.0:
             line.go(share)
         else:
-            whole = self.read_kl(rollout, True).mean  # the KL after the update may be known by half of the prompts
+            whole = read_kl(True).mean  # the KL after the update may be known by half of the prompts
             wanted = whole * share**SQUARE
-            found = self._search(line, rollout, share**-SQUARE, lambda kl: kl.mean / wanted if wanted else 1.0, 1.0)
-            after = self.read_kl(rollout, True).mean if found is None else found
+            found = self._search(line, read_kl, share**-SQUARE, lambda kl: kl.mean / wanted if wanted else 1.0, 1.0)
+            after = read_kl(True).mean if found is None else found
         if self.forecast.made is not None:
             self.forecast.made = (self.forecast.made[0], after)
         return replace(move, kl_after=after, scale=move.scale * line.share)
@@ -151,7 +152,7 @@ class Ceiling:
         start, gain = move.kl_before, self.forecast.gain
         return start, start + gain * (move.kl_after - start), start + gain * (move.kl_uncut - start)
 
-    def _shorten(self, rollout: RolloutBatch, before: list[Tensor], measured: Mean, limit: float) -> CeilingResult:
+    def _shorten(self, read_kl: ReadKL, before: list[Tensor], measured: Mean, limit: float) -> CeilingResult:
         start = measured.mean
 
         def of_limit(kl: Mean) -> float:
@@ -159,20 +160,20 @@ class Ceiling:
             value = self.forecast(start, kl.mean) / limit
             return value if math.isfinite(value) else math.inf
 
-        uncut = self.read_kl(rollout, False)
+        uncut = read_kl(False)
         if of_limit(uncut) > 1.0 - SURE * uncut.stderr / limit:
-            uncut = self.read_kl(rollout, True)
+            uncut = read_kl(True)
         far = of_limit(uncut)
         if far <= 1.0:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
         if self.way is not None:
             # The states of a scaled policy are nearer as well, so its forecast falls as its KL does.
             each = max(1.0 / limit, far / uncut.mean) if math.isfinite(far) else math.nan
-            share, after = self._below(self.way.line(), rollout, far, lambda kl: kl.mean * each)
+            share, after = self._below(self.way.line(), read_kl, far, lambda kl: kl.mean * each)
             return CeilingResult(share, start, 0.0 if after is None else after, uncut.mean, share)
         line = Line(self.parameters, before)
         if of_limit(measured) <= 1.0:
-            share, after = self._below(line, rollout, far, of_limit)
+            share, after = self._below(line, read_kl, far, of_limit)
             return CeilingResult(share, start, start if after is None else after, uncut.mean)
         if uncut.mean < start:
             return CeilingResult(1.0, start, uncut.mean, uncut.mean)
@@ -180,19 +181,19 @@ class Ceiling:
         return CeilingResult(0.0, start, start, uncut.mean)
 
     def _below(
-        self, line: Line, rollout: RolloutBatch, over: float, of_limit: Callable[[Mean], float]
+        self, line: Line, read_kl: ReadKL, over: float, of_limit: Callable[[Mean], float]
     ) -> tuple[float, float | None]:
         """Go to where `of_limit(KL)` is just below 1, from a point where it is `over`.
 
         Returns the share of the way that is left, and the KL there; None at the origin, where no other point is known.
         """
-        kl = self._search(line, rollout, over, of_limit, AIM) if math.isfinite(over) else None
+        kl = self._search(line, read_kl, over, of_limit, AIM) if math.isfinite(over) else None
         if kl is None:
             line.go(0.0)
         return line.share, kl
 
     def _search(
-        self, line: Line, rollout: RolloutBatch, over: float, of_limit: Callable[[Mean], float], aim: float
+        self, line: Line, read_kl: ReadKL, over: float, of_limit: Callable[[Mean], float], aim: float
     ) -> float | None:
         """Go to where `of_limit(KL)` is near `aim`, from the end of the line, where it is `over`; never beyond it.
 
@@ -202,7 +203,7 @@ class Ceiling:
         above, below, power, kls = (1.0, over), None, SQUARE, dict[float, float]()
         for _ in range(MOST_TRIES):
             line.go(_next_share(above, below, aim, power))
-            kl = self.read_kl(rollout, True)
+            kl = read_kl(True)
             here = (line.share, of_limit(kl))
             kls[line.share] = kl.mean
             if aim + NEAR[0] <= here[1] <= aim + NEAR[1]:

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
+from rlhf_kl.control.ceiling import CeilingResult
+from rlhf_kl.control.rate import PacedRate, Progress
 from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged
 from rlhf_kl.ops.masked import Mean
-from rlhf_kl.ppo.ceiling import CeilingResult
-from rlhf_kl.ppo.rate import PacedRate, Progress
 
 TARGET = 0.1
 

@@ -11,15 +11,14 @@ al. 2022, 2109.11978.)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from rlhf_kl.control import Guard
 from rlhf_kl.control.base import clip
+from rlhf_kl.control.ceiling import CeilingResult
+from rlhf_kl.control.guard import Guard
 from rlhf_kl.events import Event, LearningRateAtBound, LearningRateChanged, NoProgress
-from rlhf_kl.ops.masked import Mean, float64
-from rlhf_kl.optim import lr_factor
-from rlhf_kl.ppo.ceiling import CeilingResult
-from rlhf_kl.types import RolloutBatch
+from rlhf_kl.ops.masked import Mean
 
 PLANNED_SHARE = 0.1  # of the run: updates until the target is reached,
 PLANNED_UPDATES = (4, 10)  # at least and at most
@@ -83,10 +82,12 @@ class Progress:
         self.count, self.score, self.told = state["count"], Mean(*state["score"]), state["told"]
 
 
-def allowed_rise(rollout: RolloutBatch) -> float:
-    """About the most that a policy with this KL could raise the score: a tilt of Gaussian scores (see `tilt`)."""
-    scores = float64(rollout.shaped_scores)[rollout.scored.to(rollout.shaped_scores.device)]
-    return float(scores.std(correction=0)) * math.sqrt(2.0 * max(0.0, rollout.kl("sequence").mean))
+def allowed_rise(spread: float, kl: float) -> float:
+    """About the most that a policy with this KL, nats per sequence, could raise the score.
+
+    A tilt of Gaussian scores of this standard deviation (see `tilt`).
+    """
+    return spread * math.sqrt(2.0 * max(0.0, kl))
 
 
 class PacedRate:
@@ -175,18 +176,19 @@ class LearningRate:
     """The rate of each update: the peak times the schedule, and times the adaptive factor if there is one."""
 
     def __init__(
-        self, controller: Guard, peak: float, schedule: str, target: float, updates: int, first: int = 1
+        self, controller: Guard, peak: float, schedule: Callable[[float], float], updates: int, paced: PacedRate | None
     ) -> None:
-        """`controller`: of the KL; a constant beta leaves the rate to its schedule. The others: as of `PacedRate`."""
+        """`controller`: of the KL; it is told of every change. `schedule`: the factor at a share of the run.
+
+        `paced`: of `lr_schedule: adaptive`; a constant beta leaves the rate to its schedule.
+        """
         self.controller, self.peak, self.schedule, self.updates = controller, peak, schedule, updates
         self.last: float | None = None  # the rate of the update before
-        self.adaptive: PacedRate | None = None
-        if schedule == "adaptive" and controller.adjusts:
-            self.adaptive = PacedRate(target, updates, first)
+        self.adaptive = paced if controller.adjusts else None
 
     def __call__(self, step: int) -> float:
         """The rate of update `step` (from 1)."""
-        factor = lr_factor(self.schedule, (step - 1) / self.updates)
+        factor = self.schedule((step - 1) / self.updates)
         return self.peak * factor * (1.0 if self.adaptive is None else self.adaptive.factor)
 
     def choose(self, step: int, kl: float, *, progress: bool) -> list[Event]:
