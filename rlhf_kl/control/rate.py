@@ -32,7 +32,7 @@ CHANGE_BOUNDS = (0.25, 6.0)  # of the factor in one update on the way
 HOLDING_PACE = 0.04  # of x in an update: the longest steps of a policy that is held
 HOLDING_FACTOR = 2.0  # the noise of longer steps costs score
 LARGE_STEP = 0.5  # of x in one update near the target
-LARGE_MOVE, USUAL_MOVE = 0.05, 0.025  # KL of an update's policies to the one that sampled, over the target
+LARGE_MOVE = 0.05  # twice the usual KL of an update's policies to the one that sampled, over the target
 FARTHEST = 0.02  # nats per token to the policy that sampled, on the way, whatever the target: as usual early stops
 LEAST = 0.2  # one update is no proof of more
 SPENT = 0.5  # of x: from there on the score must have risen,
@@ -148,7 +148,7 @@ class PacedRate:
             by = LARGE_STEP / abs(there - here)
             why = f"an update moved the KL from {move.kl_before:.3g} to {move.kl_uncut:.3g} nats"
         elif self.near and update > self.first and update_kl > LARGE_MOVE * self.target:
-            by = math.sqrt(USUAL_MOVE * self.target / update_kl)
+            by = math.sqrt(LARGE_MOVE / 2 * self.target / update_kl)
             why = f"the policy moved {update_kl / self.target:.0%} of the target in one update"
         if not why:
             return []
