@@ -213,9 +213,9 @@ def test_a_unit_of_sequences(make_trainer: Make, toy: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "options", "said"),
     [
-        ({}, {"target": 0.2, "stop_at": 0.1}, r"^stop_at .*\(0.2\).* 0\.1$"),
+        ({}, {"target": 0.2, "stop_at": 0.1}, r"stop_at .*\(0.2\).* 0\.1$"),
         ({}, {"unit": "sequenz"}, "'sequenz'.* mean sequence"),
-        ({}, {"target": 0.0}, r"^target .* 0\.0$"),
+        ({}, {"target": 0.0}, r"\btarget .* 0\.0$"),
         ({"restore_callback_states_from_checkpoint": True}, {}, "remove restore_callback_states"),
         ({}, {"controller": "adaptve"}, "'adaptve'"),
         ({}, {"controller": "dual", "gain": 1.0}, "argument 'gain'"),

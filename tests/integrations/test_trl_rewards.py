@@ -82,7 +82,7 @@ def test_a_function_file_gives_the_scores_that_it_gives_in_trl(toy: Any, toy_mod
     scores = TRLReward(function)(Responses(prompts, seen["completions"], seen["ids"]))
     theirs = seen["rewards"].squeeze(1)
     assert 0 < int(theirs.isnan().sum()) < len(theirs)
-    assert torch.allclose(scores, theirs, rtol=0, atol=0, equal_nan=True)
+    assert torch.allclose(scores.float(), theirs, rtol=0, atol=0, equal_nan=True)  # TRL keeps float32
 
 
 def test_its_scores_are_ours_whatever_the_lengths(peer: Any) -> None:
@@ -92,7 +92,7 @@ def test_its_scores_are_ours_whatever_the_lengths(peer: Any) -> None:
     prompts, responses = ["This film", "I", "We saw"], [" was good.", "t", " it in a cinema and it was dull"]
     scores = RewardModel(load_reward_model(folder), tokenizer).score(prompts, responses).tolist()
     end = tokenizer.eos_token_id
-    theirs = peer.Scorer(folder, end, torch.float32)(prompts, responses, [[5, end], [5, 6], [5, end]])
+    theirs = peer.Scorer(folder, end, torch.float32, "cpu")(prompts, responses, [[5, end], [5, 6], [5, end]])
     assert theirs == pytest.approx([scores[0], scores[1] - 1, scores[2]], abs=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_an_update_is_one_pass_in_four_minibatches(
     monkeypatch.setattr(peer.Curve, "on_step_end", lambda *_, **__: steps.append(1))
     args = SimpleNamespace(
         method=method, policy=str(tiny_folder), reward=str(tiny_reward_folder), prompts=tiny_data.prompts, beta=0.1,
-        dtype="bfloat16", seed=0, updates=3, batch=16, group=2, minibatches=4, epochs=1,
+        dtype="bfloat16", device="cpu", seed=0, updates=3, batch=16, group=2, minibatches=4, epochs=1,
         max_new_tokens=4, learning_rate=2e-4,
     )  # fmt: skip
     curve = peer.train(args, str(tmp_path))
