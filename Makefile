@@ -57,7 +57,7 @@ install: $(INSTALLED)  ## make the environment; with PYTHON= add missing package
 train: $(READY)  ## train on the built-in model (FRESH=1 starts anew, CONFIG=name.yaml, GPUS=4 uses 4 GPUs)
 	$(PY) $(RLHF_KL) train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
-test: $(DEV_READY)  ## the fast tests (a minute on two cores)
+test: $(DEV_READY)  ## the fast tests (a minute and a half on two cores)
 	$(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, recipes, families (ten minutes)
