@@ -27,9 +27,7 @@ from rlhf_kl.models.pretrained import (
     tokenizer_fingerprint,
 )
 from rlhf_kl.models.tokens import encode_all
-from rlhf_kl.models.value import (
-    store_frozen,
-)
+from rlhf_kl.models.value import store_frozen
 from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.ppo.rollout import RolloutParts
 from rlhf_kl.rewards.model import RewardModel
