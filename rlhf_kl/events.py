@@ -116,8 +116,9 @@ class StepSkipped(Event, name="step-skipped"):
     words = "the gradient was not finite, so the step changed nothing"
 
 
-class GoldFailed(Event, name="gold-failed"):
-    words = "{failure}: left out"
+class ScorerFailed(Event, name="scorer-failed"):
+    words = "eval.scorers.{scorer}: {failure}: left out"
+    scorer: str
     failure: str
 
 

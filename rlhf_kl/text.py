@@ -86,6 +86,11 @@ def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int 
     return "\n\n".join(tables)
 
 
+def scorer_label(name: str) -> str:
+    """What people read for a scorer that never trains."""
+    return "true score" if name == "gold" else name
+
+
 # ---- numbers
 
 

@@ -15,8 +15,8 @@ from rlhf_kl.ops.packing import Layout
 
 Unit = Literal["token", "sequence"]
 CPU = torch.device("cpu")
-REWARD, GOLD = "reward", "gold"  # names of scores
-TERM = "terms."  # before the name of a term of a sum
+REWARD = "reward"  # the name of the scores that the policy is trained on
+TERM, WATCHED = "terms.", "scorers."  # before the name of a term of a sum, and of a scorer that never trains
 
 Conversation = tuple[tuple[str, str], ...]  # (role, content) of each turn
 Prompt = str | Conversation  # a text is one turn of the user
@@ -53,8 +53,7 @@ class Responses(NamedTuple):
     ids: list[list[int]]  # the tokens that were sampled, EOS included
 
 
-# Raw scores (B,) by name, on the CPU, and failures of scorers that are only logged.
-Score = Callable[[Responses], tuple[dict[str, Tensor], list[str]]]
+Score = Callable[[Responses], dict[str, Tensor]]  # raw scores (B,) by name, on the CPU
 
 
 @dataclass(frozen=True)
@@ -100,14 +99,12 @@ class RolloutBatch:
     logprob_variance: Tensor  # (B, T) the same of log pi
     values: Tensor  # (B, T) of the state before each token
     drawn: Tensor  # (B, T) log-probs with which the sampler drew the tokens
-    # (B,) raw, of a function in float64; NaN = not scored: "reward", what each "terms.NAME" adds to it, and "gold"
-    scores: dict[str, Tensor]
+    scores: dict[str, Tensor]  # (B,) raw, of a function in float64; NaN = not scored: "reward", and "terms.NAME"
     shaped_scores: Tensor  # (B,) normalised, clipped, minus penalties; 0 if not scored
     ended: Tensor  # (B,) bool, True = the response has an EOS
     prompts: list[str]  # B texts
     responses: list[str]  # B texts, without special tokens
     penalties: dict[str, Tensor] = field(default_factory=dict)  # subtracted from the score: (B,) by name
-    failures: list[str] = field(default_factory=list)  # of scorers that are only logged
     rows: list[Mapping[str, Any]] = field(default_factory=list)  # of the data set: the prompts'
     group: int = 1  # neighbours with the same prompt
     device: torch.device = CPU  # of forward passes

@@ -367,7 +367,6 @@ def metrics_rows() -> Callable[..., list[dict[str, Any]]]:
                 "objective/scores_std": 1.0,
                 "objective/scores_deciles": [gain + (i - 5) / 2 for i in range(11)],
                 "objective/scores_shaped": gain,
-                "objective/gold": 0.5 * gain - 0.1 * gain**2 if gold else None,
                 "kl/token": kl,
                 "kl/sequence": 20 * kl,
                 "kl/target": target,
@@ -382,11 +381,13 @@ def metrics_rows() -> Callable[..., list[dict[str, Any]]]:
                 "rollout/score_length_corr": 0.1,
                 "alerts": [],
             }
+            watched = {"eval/gold": 0.5 * gain - 0.1 * gain**2} if gold else {}
             if evaluated and step % 10 == 1:
-                row |= {"eval/perplexity": 3.0 + kl, "eval/distinct_2": 0.3}
+                row |= {"eval/perplexity": 3.0 + kl, "eval/distinct_2": 0.3, **watched}
             rows.append(row)
         if evaluated and kls:
-            rows.append({"step": len(kls) + 1, "episodes": 64 * len(kls), "eval/perplexity": 3.0 + kls[-1]})
+            end = {"step": len(kls) + 1, "episodes": 64 * len(kls)}
+            rows.append({**end, "eval/perplexity": 3.0 + kls[-1], **watched})
         return rows
 
     return make

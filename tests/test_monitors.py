@@ -21,15 +21,15 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.events import (
     GUIDE,
     Event,
-    GoldFailed,
     LearningRateAtBound,
     LearningRateChanged,
+    ScorerFailed,
     UpdateSkipped,
     WeightsLost,
     worded,
 )
 from rlhf_kl.monitors import Decision, Monitors
-from rlhf_kl.monitors.alarms import ALARMS, FEW, collapsed
+from rlhf_kl.monitors.alarms import ALARMS, FEW, collapsed, falls
 from rlhf_kl.monitors.facts import SAMPLED, GapSum
 from tests.made import numbers
 
@@ -72,12 +72,17 @@ def kl(level: Level, noise: float = 0.0, seed: int = 0) -> MakeRow:
     return lambda step: {"kl/token": (level if isinstance(level, float) else level(step)) * (1 + rng.gauss(0, noise))}
 
 
-def score_and_gold(score: Callable[[int], float], gold: Callable[[int], float], seed: int = 0) -> MakeRow:
+def watched(score: Callable[[int], float], value: Callable[[int], float], name: str = "gold", seed: int = 0) -> MakeRow:
+    """What an evaluation, every ten updates, finds of the score and of a scorer that never trains."""
     rng = random.Random(seed)
-    return lambda step: {
-        "objective/scores": score(step) + rng.gauss(0, 0.15),
-        "objective/gold": gold(step) + rng.gauss(0, 0.12),
-    }
+
+    def row(step: int) -> Row:
+        if step % 10 != 1:
+            return {}
+        figures = {"eval/scores": score(step) + rng.gauss(0, 0.1), f"eval/{name}": value(step) + rng.gauss(0, 0.1)}
+        return {"eval/perplexity": 3.0} | figures | {f"{key}_stderr": 0.1 for key in figures}
+
+    return row
 
 
 def peaked(step: int) -> float:
@@ -164,8 +169,20 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
     ),
     "a constant beta": ({"kl": {"controller": {"kind": "fixed", "coef": 1.0}}}, lambda _: {"kl/coef_next": 1.0}, []),
     # What is bought for the KL.
-    "gold falls while the score rises": ({}, score_and_gold(RISES, peaked), [(22, FALLS)]),
-    "gold falls with the score": ({}, score_and_gold(lambda step: 9 - 0.3 * step, peaked), []),
+    "gold falls while the score rises": ({}, watched(RISES, peaked), [(31, FALLS)]),
+    "gold falls with the score": ({}, watched(lambda step: 9 - 0.3 * step, peaked), []),
+    "gold falls by less than its noise": ({}, watched(RISES, lambda step: -0.005 * step), []),
+    "gold falls, rises and falls": (
+        {"updates": 160},
+        watched(RISES, lambda step: abs(step - 60) / 20 if step < 120 else 0.0),
+        [(21, FALLS), (121, FALLS)],
+    ),
+    "another scorer falls": (
+        {"eval": {"scorers": {"polite": {"kind": "mine.py:polite"}}}},
+        watched(RISES, peaked, "polite"),
+        [(31, "overoptimised-polite")],
+    ),
+    "a scorer that the config does not name": ({}, watched(RISES, peaked, "polite"), []),
     "perplexity worse, score higher": ({}, lambda step: perplexity(step, 0.2 * step), [(21, WORSE)]),
     "perplexity worse, same score": ({}, lambda step: perplexity(step, 1.0), []),
     # One sign each, while the score rises.
@@ -183,7 +200,7 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
     "the score stays": ({}, learning(**{"objective/scores": lambda _: 1.0, "policy/entropy": lambda s: 0.1 * s}), []),
     "gold speaks for itself": (
         {},
-        learning(**{"objective/gold": lambda _: 0.0, "policy/entropy": lambda s: 0.1 * s}),
+        learning(**{"eval/gold": lambda _: 0.0, "policy/entropy": lambda s: 0.1 * s}),
         [],
     ),
     # Responses of one text.
@@ -207,7 +224,7 @@ def test_alarms_of_rows(case: str) -> None:
 def test_every_name_of_the_table_is_reached() -> None:
     """Events and decisions have tests of their own."""
     told = {name for _, _, expected in TABLE.values() for _, name in expected} | {"kl-not-bought"}
-    assert told == {alarm.name for alarm in ALARMS if alarm.action == "warn"}
+    assert told == {alarm.name for alarm in (*ALARMS, falls("gold"), falls("polite")) if alarm.action == "warn"}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -216,18 +233,24 @@ def test_a_good_run_is_silent(seed: int) -> None:
 
     def row(step: int) -> Row:
         grown = 1 - math.exp(-step / 5)
-        return {
-            "kl/token": 0.1 * (1 - math.exp(-step / 3)) * (1 + rng.gauss(0, 0.12)),
-            "objective/scores": 0.3 + 5 * grown + rng.gauss(0, 0.2),
-            "objective/gold": -0.1 + 1.2 * grown + rng.gauss(0, 0.15),
-            "kl/coef": 0.1,
-        } | ({"eval/perplexity": 3.6 + 1.3 * grown} if step % 10 == 1 else {})
+        return (
+            {
+                "kl/token": 0.1 * (1 - math.exp(-step / 3)) * (1 + rng.gauss(0, 0.12)),
+                "objective/scores": 0.3 + 5 * grown + rng.gauss(0, 0.2),
+                "kl/coef": 0.1,
+            }
+            | evaluated(step)
+            | ({"eval/perplexity": 3.6 + 1.3 * grown} if step % 10 == 1 else {})
+        )
 
+    evaluated = watched(lambda step: 5.3 - 5 * math.exp(-step / 5), lambda step: 1.1 - math.exp(-step / 5), seed=seed)
     assert texts(monitors(500), row, 500) == []
 
 
-def test_noise_in_gold_is_no_fall() -> None:
-    assert texts(monitors(), score_and_gold(lambda step: 3 + 0.005 * step, lambda _: 1.0), 3000) == []
+def test_noise_of_a_scorer_is_no_fall() -> None:
+    """In runs of 3000 updates whose score rises all the time: 20 evaluations in each window of 200."""
+    for seed in range(10):
+        assert texts(monitors(), watched(lambda step: 3 + 0.02 * step, lambda _: 1.0, seed=seed), 3000) == []
 
 
 @pytest.mark.parametrize("kind", ["fixed", "schedule", "pid", "adaptive"])
@@ -274,7 +297,8 @@ def test_again_only_after_it_has_cleared_with_a_margin() -> None:
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "n/a", True])
 def test_missing_figures_are_passed_over(missing: object) -> None:
-    keys = ["kl/token", "kl/coef_next", "objective/scores", "objective/gold", "eval/perplexity"]
+    keys = ["kl/token", "kl/coef_next", "objective/scores", "eval/perplexity"]
+    keys += ["eval/scores", "eval/scores_stderr", "eval/gold", "eval/gold_stderr"]
     keys += [*SAMPLED, *(f"{key}_stderr" for key in SAMPLED), "rollout/tokens", "rollout/distinct_responses"]
     m = monitors(scores=SCORES)
     assert texts(m, lambda _: dict.fromkeys([*keys, *learning()(1)], missing), 40) == []
@@ -374,13 +398,18 @@ def test_a_changed_learning_rate_asks_for_nothing() -> None:
     assert " 0.5x " in line
 
 
-def test_events_are_told_each_time_and_a_failing_gold_scorer_where_it_begins_to_fail() -> None:
-    m, rate, gold = monitors(), LearningRateAtBound("so it was", 0.01, "lower"), GoldFailed("reward gold: {no} route")
-    told = [m({"step": 1}, events)[0] for events in ([rate], [rate], [gold], [gold], [], [gold, rate, gold])]
-    failure = f"gold-failed: reward gold: {{no}} route: left out (rlhf-kl guide {GUIDE})"
+def test_events_are_told_each_time_and_a_failing_scorer_where_it_begins_to_fail() -> None:
+    m, rate = monitors(), LearningRateAtBound("so it was", 0.01, "lower")
+    one, two = (ScorerFailed(name, "{no} route") for name in ("one", "two"))
+    evaluated = {"step": 1, "eval/perplexity": 3.0}
+    told = [m({"step": 1}, [rate])[0], m({"step": 1}, [rate])[0], m(evaluated, [one])[0], m({"step": 1}, [])[0]]
+    told += [m(evaluated, events)[0] for events in ([one, two], [two], [one, rate, one])]
+    failures = [
+        f"scorer-failed: eval.scorers.{each}: {{no}} route: left out (rlhf-kl guide {GUIDE})" for each in ("one", "two")
+    ]
     change = told[0][0]
     assert change.startswith("learning-rate-at-bound: so it was; the factor is at its bound 0.01: lower ppo.learning_")
-    assert told == [[change], [change], [failure], [], [], [change, failure]]
+    assert told == [[change], [change], [failures[0]], [], [failures[1]], [], [change, failures[0]]]
 
 
 def test_two_events_of_one_kind_are_both_told_and_the_same_one_once() -> None:
@@ -465,7 +494,7 @@ def test_the_best_update_and_the_best_checkpoint() -> None:
 def test_resumed_monitors_say_what_unbroken_ones_say(cut: int) -> None:
     makers = [
         kl(lambda step: 0.004 * step**1.6),
-        score_and_gold(RISES, peaked),
+        watched(RISES, peaked),
         gap("kl/k1_gap", lambda _: 0.05),
         lambda step: {"kl/coef_next": min(1.0, 0.05 * step), "kl/sequence": 3.0, "objective/scores_shaped": 1.0},
         lambda step: perplexity(step, 0.2 * step) | {"kl/error": 0.1},
@@ -500,7 +529,7 @@ def test_responses_to_one_prompt_are_one_draw() -> None:
 
 
 def test_the_state_does_not_grow_with_the_run() -> None:
-    m, row = monitors(), {"kl/token": 0.1, "objective/scores": 1.0, "objective/gold": 1.0}
+    m, row = monitors(), {"kl/token": 0.1, "objective/scores": 1.0, "eval/perplexity": 3.0, "eval/gold": 1.0}
     texts(m, lambda _: row, 300)
     size = len(json.dumps(m.state_dict()))
     texts(m, lambda _: row, 300)

@@ -40,7 +40,6 @@ def _row(step: int, **more: Any) -> dict[str, Any]:
         "step": step,
         "episodes": 64 * step,
         "objective/scores": 0.5 * step,
-        "objective/gold": 1 - 0.25 * step,
         "kl/token": 0.02 * step,
         "kl/sequence": 0.6 * step,
         "kl/coef": 0.1,

@@ -12,7 +12,7 @@ WORLDS = ("reviews", "reviews-small")
 DEFAULT_WORLD = f"{BUILTIN}reviews"
 FILES = Path(__file__).parent / "files"
 MODELS = ("policy", "reward")  # folders of a world; all else in it are .jsonl.gz files
-GOLD = "rlhf_kl.builtin.gold:gold_scores"
+GOLD = "rlhf_kl.builtin.gold:gold_scores"  # the scorer that knows the truth of every world
 
 
 def is_builtin(value: Any) -> bool:
@@ -29,11 +29,8 @@ def world_folder(ref: str) -> Path:
 
 
 def world_file(ref: str, part: str) -> str:
-    """A part of the world that `ref` names, as a path or `module:name`; any other `ref` unchanged.
+    """A part of the world that `ref` names, as a path; any other `ref` unchanged.
 
-    `part`: policy, reward, gold, train, heldout, prompts, heldout_prompts, pairs, heldout_pairs.
+    `part`: policy, reward, train, heldout, prompts, heldout_prompts, pairs, heldout_pairs.
     """
-    if not is_builtin(ref):
-        return ref
-    folder = world_folder(ref)
-    return GOLD if part == "gold" else str(folder / (part if part in MODELS else f"{part}.jsonl.gz"))
+    return str(world_folder(ref) / (part if part in MODELS else f"{part}.jsonl.gz")) if is_builtin(ref) else ref

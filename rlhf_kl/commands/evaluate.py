@@ -9,11 +9,9 @@ import typer
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Json, Model, Pickle, Plugins, Quiet, RemoteCode, Step, StoredRun
 from rlhf_kl.errors import InputError
-from rlhf_kl.text import hanging, stdout_width, text_table, with_error
+from rlhf_kl.text import hanging, scorer_label, stdout_width, text_table, with_error
 
 LABELS = {
-    "scores": "score",
-    "gold": "true score",
     "kl_token": "KL per token",
     "kl_sequence": "KL per response",
     "forward_kl_token": "forgetting",
@@ -95,10 +93,12 @@ def evaluate(
 
 def _table(figures: dict[str, Any]) -> str:
     """Name, value and standard error, beside those of the reference where there is one."""
+    from rlhf_kl.config.schema.eval import scorer_names
 
     columns = [figures, figures["reference"]] if "reference" in figures else [figures]
-    known = [key for key in LABELS if any(of.get(key) is not None for of in columns)]
-    rows = [[LABELS[key], *(_shown(of, key) for of in columns)] for key in known]
+    labels = {"scores": "score", **{name: scorer_label(name) for name in scorer_names(figures)}, **LABELS}
+    known = [key for key in labels if any(of.get(key) is not None for of in columns)]
+    rows = [[labels[key], *(_shown(of, key) for of in columns)] for key in known]
     table = text_table(["", "policy", "reference"][: len(columns) + 1], rows)
     notes = f"±: one standard error over the {'prompts and ' * ('prompts' in figures)}documents."
     if figures.get("prompts") == 1:

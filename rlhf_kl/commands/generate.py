@@ -53,8 +53,10 @@ def generate(
     refuse(*excluded(run, model, prompt, prompts), *(of_runs if model is not None else ()))
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     config, folder = permissions.opened(run, model, checkpoint)
-    if folder is not None and scores and (refused := permissions.refused(config)):
-        raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
+    refused = {key: ref for key, ref in permissions.refused(config).items() if key.startswith("reward")}
+    if folder is not None and scores and refused:
+        code = ", ".join(dict.fromkeys(refused.values()))
+        raise InputError(f"--scores needs code that the run names ({code}): --plugins runs it")
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})

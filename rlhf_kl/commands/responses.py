@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl import ui
 from rlhf_kl.commands.stored import load_policy, load_reference, located
+from rlhf_kl.config.named import scorers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.files import read_lines
@@ -24,7 +25,7 @@ from rlhf_kl.train.load import Loader
 from rlhf_kl.train.samples import score_at, token_rows
 from rlhf_kl.train.setup import build_prompts, sampling_of, usable_prompts
 from rlhf_kl.train.world_files import with_files
-from rlhf_kl.types import Prompts
+from rlhf_kl.types import REWARD, Prompts
 
 
 class Models(NamedTuple):
@@ -51,7 +52,8 @@ def load_models(
         config = with_files(config, ("policy", "reference", "data", "eval", *["reward"] * scores))
     config = on_this_machine(config, stored=True)
     loader = Loader(config.run, run_device(config.run))
-    scorers = loader.scorers(config.reward, gold=False) if scores else NO_SCORERS
+    reward = {key: scorer for key, scorer in scorers_of(config).items() if key.startswith(REWARD)}
+    scorers = loader.scorers(reward, config.reward.time_limit) if scores else NO_SCORERS
     policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)
     other = load_reference(loader, config)[0] if reference else None
     scorers.begin(config.updates + 1, config.updates)

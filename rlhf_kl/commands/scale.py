@@ -243,7 +243,9 @@ def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
     order = from_median(own.scores)
     first, *others = order or range(len(own.texts))
     chosen = [first, next((i for i in others if prompts[i] != prompts[first]), others[0])]
+    watched = own.watched.items()
     return [
-        {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i]} | ({"score": own.scores[i]} if order else {})
+        {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i], **{name: each[i] for name, each in watched}}
+        | ({"score": own.scores[i]} if order else {})
         for i in sorted(chosen)  # the same order at every target
     ]

@@ -60,10 +60,10 @@ class Permissions:
         run = config.run.model_copy(update={name: True for name, allowed in names.items() if allowed})
         return config.model_copy(update={"run": run})
 
-    def refused(self, config: TrainConfig) -> list[str]:
-        """The plugins for scores and gold that have no permission, but for gold of this program's own."""
-        named = [plugin.ref for plugin in plugins_of(config) if plugin.key.startswith("reward.") and plugin.ref != GOLD]
-        return [] if self.plugins else list(dict.fromkeys(named))
+    def refused(self, config: TrainConfig) -> dict[str, str]:
+        """By key: the plugins of scorers that have no permission; this program's own needs none."""
+        named = {plugin.where: plugin.ref for plugin in plugins_of(config) if plugin.ref != GOLD}
+        return {} if self.plugins else {key: ref for key, ref in named.items() if key != "kl.controller"}
 
 
 def of_a_run(**given: object) -> list[str]:

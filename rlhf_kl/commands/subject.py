@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.builtin.world import world_file
 from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
+from rlhf_kl.config.named import scorers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow, read_texts
@@ -22,7 +23,7 @@ from rlhf_kl.train.device import on_this_machine, run_device
 from rlhf_kl.train.load import Loader
 from rlhf_kl.train.setup import build_prompts, sampling_of
 from rlhf_kl.train.world_files import with_files
-from rlhf_kl.types import Prompts, Sampling
+from rlhf_kl.types import REWARD, Prompts, Sampling
 from rlhf_kl.ui import log
 
 
@@ -57,11 +58,14 @@ class Subject:
             files = with_files(config, ("data", "eval"))
             self.rows = sets.prompts(files.data, files.eval)
             config = with_files(config)
-            if folder is not None and (refused := permissions.refused(config)):
-                code = ", ".join(refused)
-                log.warning(f"scores left out: they need code that the run names ({code}): --plugins runs it")
-            else:
-                self.scorers = loader.scorers(config.reward)
+            refused = {} if folder is None else permissions.refused(config)
+            if refused:
+                code = ", ".join(dict.fromkeys(refused.values()))
+                log.warning(f"scores left out that need code of the run ({code}): --plugins runs it")
+            if any(key.startswith(REWARD) for key in refused):  # a sum has no meaning without a term
+                refused |= {key: "" for key in scorers_of(config) if key.startswith(REWARD)}
+            allowed = {key: scorer for key, scorer in scorers_of(config).items() if key not in refused}
+            self.scorers = loader.scorers(allowed, config.reward.time_limit)
         self.config = config
         self.policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
         self.reference, self.reference_tokenizer = None, None

@@ -24,7 +24,7 @@ from rlhf_kl.commands.options import (
     read_config,
 )
 from rlhf_kl.shell import shell_command, short_path
-from rlhf_kl.text import duration, format_number, score_text, start_to_end
+from rlhf_kl.text import duration, format_number, score_text, scorer_label, start_to_end
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
@@ -135,6 +135,11 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
     figures = {name: start_to_end(figure) for name, figure in closing.items()}
     if "scores" in closing:
         figures["scores"] = score_text(closing["scores"], summary.get("score_error"))
+    scorers = {
+        scorer_label(name): score_text(closing[name], final.get(f"eval/{name}_stderr"))
+        for name in config.eval.watched
+        if name in closing
+    }
     if (error := final.get("eval/perplexity_stderr")) is not None:
         figures["perplexity"] += f" (each ±{format_number(error)}, on the same texts)"
     shown: dict[str, str | None] = {
@@ -143,7 +148,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
         "score": figures.get("scores"),
         "score gain": None if same or share is None else f"{share:.0%} of the most that this KL allows",
         "responses": "nearly all are the same text" if same else None,
-        "true score": figures.get("gold"),
+        **scorers,
         "response length": f"{figures['length']} tokens" if "length" in figures else None,
         "beta": figures.get("beta"),
         "held-out perplexity": figures.get("perplexity"),

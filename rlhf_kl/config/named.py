@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
+from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.config.schema.sections import refuse
 from rlhf_kl.control import Guard, load_controller, make_controller
 from rlhf_kl.errors import InputError, blame, collected
@@ -38,18 +39,22 @@ class NamedPlugin(NamedTuple):
         return self.key.removesuffix(".kind")
 
 
+def scorers_of(config: TrainConfig) -> dict[str, ScorerSection]:
+    """By key: the reward, its terms, and the scorers that never train."""
+    terms = {f"reward.terms.{name}": term for name, term in (config.reward.terms or {}).items()}
+    return {"reward": config.reward, **terms} | {f"eval.scorers.{name}": s for name, s in config.eval.watched.items()}
+
+
 def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
     """The plugins that a config names."""
     if not isinstance(config, TrainConfig):
         return []
-    controller, reward = config.kl.controller, config.reward
-    scorers = {"reward": reward, **{f"reward.terms.{name}": term for name, term in (reward.terms or {}).items()}}
+    controller = config.kl.controller
     found = [NamedPlugin("kl.controller.kind", controller.kind, controller.options)]
     found += [
         NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
-        for where, scorer in scorers.items()
+        for where, scorer in scorers_of(config).items()
     ]
-    found.append(NamedPlugin("reward.gold", reward.gold or "", {}))
     return [plugin for plugin in found if is_reference(plugin.ref)]
 
 
@@ -57,10 +62,9 @@ def models_of(config: AnyConfig) -> dict[str, str]:
     """By key, the models that a config names: folders and hub ids."""
     named: dict[str, str | None] = {"policy.model": config.policy.model}
     if isinstance(config, TrainConfig):
-        reward = config.reward
-        named |= {"reference.model": config.reference.model, "reward.model": reward.model, "reward.gold": reward.gold}
-        named |= {f"reward.terms.{name}.model": term.model for name, term in (reward.terms or {}).items()}
-    return {key: ref for key, ref in named.items() if ref and not is_builtin(ref) and not is_reference(ref)}
+        named["reference.model"] = config.reference.model
+        named |= {f"{where}.model": scorer.model for where, scorer in scorers_of(config).items()}
+    return {key: ref for key, ref in named.items() if ref and not is_builtin(ref)}
 
 
 def plugin_files(config: AnyConfig) -> dict[str, Path]:

@@ -11,7 +11,7 @@ from rlhf_kl.config.paths import find_config
 from rlhf_kl.config.problems import checked
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.config.schema.control import ControllerSection
-from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
+from rlhf_kl.config.schema.reward import RewardSection, ScorerSection, TermSection
 from rlhf_kl.config.schema.training import PPOSection
 from rlhf_kl.config.yaml import DEEPEST, dump_yaml, located, parse_yaml, read_yaml
 from rlhf_kl.control import stored_name
@@ -26,8 +26,10 @@ OWN_SECTIONS: dict[str, set[str]] = {
 }
 NAMED_LATER = {"model", "prompts", "texts"}  # null in a base config: to be named in the one that extends it
 # Mappings whose keys depend on their `kind`, and the keys that a new kind drops.
-BY_KIND: dict[str, type[RewardSection] | type[ControllerSection]] = {
+BY_KIND: dict[str, type[ScorerSection] | type[ControllerSection]] = {
     "reward": RewardSection,
+    "reward.terms.*": TermSection,
+    "eval.scorers.*": ScorerSection,
     "kl.controller": ControllerSection,
 }
 OF_KIND = {*ScorerSection.model_fields, *ControllerSection.model_fields, "terms"}
@@ -158,8 +160,9 @@ def _merge(
 ) -> dict[str, Any]:
     """The child's values win; where it changes a `kind`, the parent's options of the old kind go (`kinds`)."""
     merged = dict(parent)
-    if kinds and where in BY_KIND and "kind" in child and _kind_of(where, child) != _kind_of(where, parent):
-        general = BY_KIND[where].model_fields.keys() - OF_KIND
+    by_kind = BY_KIND.get(where) or BY_KIND.get(f"{where.rpartition('.')[0]}.*")
+    if kinds and by_kind and "kind" in child and _kind_of(by_kind, child) != _kind_of(by_kind, parent):
+        general = by_kind.model_fields.keys() - OF_KIND
         merged = {key: value for key, value in parent.items() if key in general}
     for key, value in child.items():
         old = merged.get(key)
@@ -169,8 +172,8 @@ def _merge(
     return merged
 
 
-def _kind_of(where: str, section: Mapping[str, Any]) -> Any:
-    kind = section.get("kind", BY_KIND[where].model_fields["kind"].default)
+def _kind_of(model: type[ScorerSection] | type[ControllerSection], section: Mapping[str, Any]) -> Any:
+    kind = section.get("kind", model.model_fields["kind"].default)
     return stored_name(kind) if isinstance(kind, str) else kind
 
 
@@ -216,4 +219,6 @@ def unused_notes(config: TrainConfig) -> list[str]:
     notes = [f"{name} is not used: ppo.advantage is {config.ppo.advantage}{critic}" for name in unused]
     if config.rollout.engine_options and config.rollout.engine is None:
         notes.append("rollout.engine_options is not used: rollout.engine is null")
+    if config.reward.gold is not None:
+        notes.append("reward.gold is read as eval.scorers.gold: write it there")
     return notes

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_kl.control.verdict import near_target
-from rlhf_kl.events import Event, GoldFailed, RolledBack, in_order, worded
-from rlhf_kl.monitors.alarms import ALARMS, EQUAL, Action, Alarm, Figures, advice, equal_scores
+from rlhf_kl.events import Event, RolledBack, ScorerFailed, in_order, worded
+from rlhf_kl.monitors.alarms import ALARMS, EQUAL, Action, Alarm, Figures, advice, equal_scores, falls
 from rlhf_kl.monitors.facts import History
 from rlhf_kl.text import read_number
 
@@ -32,7 +32,7 @@ class Monitors(History):
         self.take(row, in_order(events))
         equal, decision = EQUAL if equal_scores(self) else {}, None
         alerts = worded(self._news(), equal)
-        for alarm in ALARMS:
+        for alarm in (*ALARMS, *map(falls, self.config.eval.watched)):
             if (figures := self._beginning(alarm)) is not None:
                 words = alarm.words(advice(self) | dict(figures) | equal)
                 if alarm.action == "warn":
@@ -61,12 +61,11 @@ class Monitors(History):
         return {"step": row["step"] - 1, "metric": metric, "value": value} if better else None
 
     def _news(self) -> list[Event]:
-        """The events of this row, but a gold scorer that goes on failing."""
-        failing = "gold-failed" in self.active
-        self.active.pop("gold-failed", None)
-        if any(isinstance(event, GoldFailed) for event in self.events):
-            self.active["gold-failed"] = 0
-        return [event for event in self.events if not (failing and isinstance(event, GoldFailed))]
+        """The events of this row, but a scorer that goes on failing."""
+        failed, before = [event.scorer for event in self.events if isinstance(event, ScorerFailed)], self.failing
+        if self.has("eval/perplexity"):
+            self.failing = failed
+        return [event for event in self.events if not (isinstance(event, ScorerFailed) and event.scorer in before)]
 
     def _beginning(self, alarm: Alarm) -> Figures | None:
         """The figures of an alarm that begins with this row."""

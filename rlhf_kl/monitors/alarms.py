@@ -14,14 +14,13 @@ from typing import Any, Literal
 
 from rlhf_kl.control.tilt import least_kl
 from rlhf_kl.events import UpdateSkipped, WeightsLost, alert
-from rlhf_kl.monitors.facts import SAMPLED, START, GapSum, History, noise, rises, still_rises, thirds, trend
-from rlhf_kl.text import read_number
+from rlhf_kl.monitors.facts import SAMPLED, START, GapSum, History, noise, rises, still_rises, thirds
+from rlhf_kl.text import read_number, scorer_label
 
 Figures = Mapping[str, Any]  # a measurement: the figures that an alarm is judged by, and that stand in its text
 Action = Literal["warn", "rollback", "stop"]
 
 CLIMBS = (12, 30, 90)  # windows of `kl-climbing`, in updates
-TRENDS = (10, 25, 60)  # windows of `overoptimised-gold`, in updates
 STUCK = 5  # updates in a row: beta at its bound, or all responses or scores equal
 FEW, MANY = 0.2, 0.4  # share of different responses at which `alike` begins, and at which it clears
 BOUGHT = 8  # updates of `kl-not-bought`
@@ -146,19 +145,27 @@ def equal_scores(m: History) -> bool:
     return none or (len(equal) == STUCK and min(equal) >= groups)
 
 
-def falling_gold(m: History) -> Figures | None:
-    """Gold's slope clearly below zero while the score's is above it, over one of the windows."""
-    score, gold = "objective/scores", "objective/gold"
-    if not m.has(score, gold):
-        return None
-    pairs = [(row[score], row[gold]) for row in m.rows if {score, gold} <= row.keys()]
-    for window in [window for window in TRENDS if window <= len(pairs)]:
-        scores, golds = zip(*pairs[-window:], strict=True)
-        (rise, rise_t), (fall, fall_t) = trend(scores), trend(golds)
-        # Strict, since every update is one more chance of a false alarm.
-        if rise_t > 2 and fall_t < -5 and -fall > 0.1 * (m.gold[1] - m.gold[0]):
-            return {"window": window, "rise": rise, "fall": -fall, "score": scores[-1], "gold": golds[-1]}
-    return {"window": 0, "over": trend([pair[1] for pair in pairs[-TRENDS[0] :]])[1] > 0}
+def falls(name: str) -> Alarm:
+    """A scorer that never trains fell, on held-out prompts, since its best evaluation, while the score rose."""
+    figures = ("eval/scores", f"eval/{name}", "eval/scores_stderr", f"eval/{name}_stderr")
+
+    def measure(m: History) -> Figures | None:
+        if not m.has(*figures):
+            return None
+        known = [row for row in m.evaluations if {*figures} <= row.keys()]
+        best = max(known, key=lambda row: row[figures[1]])
+        score, value, *errors = (m.now[key] for key in figures)
+        rise, fall = score - best[figures[0]], best[figures[1]] - value
+        noise, error = (math.hypot(own, best[key]) for own, key in zip(errors, figures[2:], strict=True))
+        # Stricter with each evaluation, one more chance of a false alarm: of 300, one run in 20 has one at most.
+        sure = math.sqrt(2 * math.log(100 * (1 + m.updates // m.config.eval.updates_between)))
+        found = {"since": best["step"], "rise": rise, "score": score, "fall": fall, "value": value}
+        return found | {"falls": rise > SURE * noise and fall > sure * error, "over": fall < error}
+
+    text = "since update {since:.0f} the score rose by {rise:.2g} to {score:.3g} on held-out prompts, and the "
+    text += scorer_label(name) + " fell by {fall:.2g} to {value:.3g}: the policy exploits the reward. "
+    text += "{to_restrain}, or go back to an earlier checkpoint"
+    return Alarm(f"overoptimised-{name}", text, measure, lambda f: f["falls"], lambda f: f["over"])
 
 
 def worse_perplexity(m: History) -> Figures | None:
@@ -186,11 +193,11 @@ def bought(m: History) -> Figures | None:
 
 
 def sign(key: str, message: str, size: Callable[[float, float], float], updates: int = START) -> Alarm:
-    """A sign that a policy exploits its reward: a score that rises, without a gold one. `size`: 1 where it begins."""
+    """A sign that a policy exploits its reward: a score that rises, without a true one. `size`: 1 where it begins."""
 
     def measure(m: History) -> Figures | None:
         found, scores = m.levels(key, updates), m.levels("objective/scores")
-        if found is None or scores is None or m.gold:
+        if found is None or scores is None or "eval/gold" in m.first:
             return None
         if scores[1] - scores[0] <= 2 * stdev(m.values("objective/scores", START)) / math.sqrt(START) + 1e-9:
             return None
@@ -279,10 +286,7 @@ ALARMS = (
     Alarm("kl-drifting", _MEAN + ", {ratio:.2f}x the target {target:g}: the policy exceeds its KL budget. {to_fall}, "
           "or {adapt}", mean_kl, lambda f: f["ratio"] > 4 / 3, lambda f: f["ratio"] < 1.2, unless="kl-above-target"),
     # What the KL is spent on.
-    Alarm("overoptimised-gold", "over the last {window} updates the score rose by {rise:.2g} to {score:.3g} while the "
-          "true score fell by {fall:.2g} to {gold:.3g}: the policy exploits the reward model. {to_restrain}, or go "
-          "back to an earlier checkpoint",
-          falling_gold, lambda f: f["window"] > 0, lambda f: not f["window"] and f["over"], hold=5),
+    # And `falls`, of each scorer that never trains.
     Alarm("overoptimised-perplexity", "the score rises ({low:.3g} to {high:.3g}) while held-out perplexity gets worse "
           "({before:.3g} to {perplexity:.3g}): the policy forgets its language. {to_restrain}",
           worse_perplexity, lambda f: f["rose"] and f["times"] > 1.5, lambda f: f["times"] < 1.35),

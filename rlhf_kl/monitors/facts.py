@@ -25,20 +25,21 @@ if TYPE_CHECKING:  # what shows a run needs no torch
 StartEnd = tuple[float | None, float | None]
 
 CLOSING = {
-    "scores": "objective/scores", "scores_shaped": "objective/scores_shaped", "gold": "objective/gold",
+    "scores": "objective/scores", "scores_shaped": "objective/scores_shaped",
     "kl_sequence": "kl/sequence", "beta": "kl/coef", "length": "rollout/response_length",
     "perplexity": "eval/perplexity", "forward_kl_token": "eval/forward_kl_token", "distinct_2": "eval/distinct_2",
 }  # fmt: skip
 WINDOW = 100  # rows that are kept
+EVALUATIONS = 10  # that are kept
 START = 5  # rows that make a level or a mean
 NO_TARGET = 0.1  # nats per token, where there is no target
 SAMPLED = {  # 0 on average where the tokens were sampled from the policy
     "policy/logprob_gap": "their log-prob is {gap:+.3g} nats off the policy's distribution",
     "kl/k1_gap": "their log-ratio to the reference is {gap:+.3g} nats off the exact KL",
 }
-BEST = ("step", "objective/scores_shaped", "objective/scores", "objective/gold", "kl/token", "kl/sequence", "kl/error")
-STATE = ("updates", "rows", "first", "gaps", "gold", "lowest", "skipped", "rollbacks", "turned_back", "active", "best",
-         "best_checkpoint")  # fmt: skip
+BEST = ("step", "objective/scores_shaped", "objective/scores", "kl/token", "kl/sequence", "kl/error")
+STATE = ("updates", "rows", "evaluations", "failing", "first", "gaps", "lowest", "skipped", "rollbacks", "turned_back",
+         "active", "best", "best_checkpoint")  # fmt: skip
 
 # ---- of all rows
 
@@ -83,11 +84,13 @@ def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any
     }  # fmt: skip
 
 
-def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> dict[str, StartEnd]:
+def closing_figures(
+    rows: Sequence[Mapping[str, Any]], unit: str = "token", scorers: Iterable[str] = ()
+) -> dict[str, StartEnd]:
     """Start and end of each figure that was measured: the first update, and the mean of the last ten (`end`).
 
     rows: those of all updates, and of the closing evaluation. What only evaluations measure (`eval/*`): the first and
-    the last evaluation. unit: of `kl`.
+    the last evaluation. unit: of `kl`. scorers: those that never train, by name.
     """
 
     def numbers(some: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -95,7 +98,7 @@ def closing_figures(rows: Sequence[Mapping[str, Any]], unit: str = "token") -> d
 
     updates = [row for row in rows if is_update(row)]
     figures: dict[str, StartEnd] = {}
-    for name, key in {"kl": f"kl/{unit}", **CLOSING}.items():
+    for name, key in {"kl": f"kl/{unit}", **CLOSING, **{name: f"eval/{name}" for name in scorers}}.items():
         first, last = numbers(updates[:1], key), numbers(end(updates), key)
         if key.startswith("eval/"):
             found = numbers(rows, key)
@@ -115,7 +118,7 @@ def score_error(rows: Sequence[Mapping[str, Any]]) -> float | None:
 def closing_note(updates: int) -> str:
     """What the two values of a closing figure are, in a run of that many updates."""
     count = len(end(range(updates)))
-    return f"start -> mean of the last {count} update{'s' * (count != 1)} (perplexity: the end)"
+    return f"start -> mean of the last {count} update{'s' * (count != 1)} (of held-out figures: the end)"
 
 
 # ---- row by row
@@ -154,9 +157,10 @@ class History:
         # The state.
         self.updates = 0
         self.rows: list[dict[str, float]] = []  # the figures of the last ones
+        self.evaluations: list[dict[str, float]] = []  # and of the last that evaluate
+        self.failing: list[str] = []  # scorers that failed in the last evaluation
         self.first: dict[str, list[float]] = {}
         self.gaps: dict[str, list[float]] = {}  # a `GapSum` of each figure
-        self.gold: list[float] = []  # lowest and highest
         self.lowest: dict[str, float] = {}  # perplexity, and the score at that evaluation
         self.skipped = self.rollbacks = 0  # skipped updates are counted in a row
         self.turned_back = False  # and no update has gone well since
@@ -188,8 +192,9 @@ class History:
                 start.append(value)
         for key in SAMPLED:
             self.gaps[key] = list(GapSum(*self.gaps.get(key, ())).add(row, key))
-        if (gold := now.get("objective/gold")) is not None:
-            self.gold = [min([*self.gold, gold]), max([*self.gold, gold])]
+        if "eval/perplexity" in now:
+            found = {key: value for key, value in now.items() if key == "step" or key.startswith("eval/")}
+            self.evaluations = [*self.evaluations, found][-EVALUATIONS:]
         perplexity = now.get("eval/perplexity", math.inf)
         if "objective/scores" in now and perplexity < self.lowest.get("perplexity", math.inf):
             self.lowest = {"perplexity": perplexity, "score": self.score()}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rlhf_kl.distributed import Ranks
-from rlhf_kl.events import EvalScores, Event, GoldFailed
+from rlhf_kl.events import EvalScores, Event, ScorerFailed
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import TextSums, perplexity_of, safe_exp, text_sums
 from rlhf_kl.models.value import ActorCritic
@@ -28,7 +28,7 @@ from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import unsharded
-from rlhf_kl.types import GOLD, REWARD, Prompts, Responses, Sampled, Sampling
+from rlhf_kl.types import REWARD, Prompts, Responses, Sampled, Sampling
 
 SHOWN = 2  # held-out prompts whose responses people read
 EACH = 8  # responses to each of them: people read that of the median score
@@ -47,22 +47,28 @@ class Samples:
     ended: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)  # NaN = not scored
-    gold: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)  # of the gold scorer
     tokens: list[list[list[Any]]] = field(default_factory=list)  # what `token_rows` reads
     prompts: list[Hashable] = field(default_factory=list)  # equal for responses to the same prompt
+    watched: dict[str, list[float]] = field(default_factory=dict)  # scores of each scorer that never trains
+    failures: dict[str, str] = field(default_factory=dict)  # of these scorers
 
     def pick(self, rows: Sequence[int]) -> Samples:
         """The figures of these responses, as far as they are known."""
-        names = ("kl", "lengths", "ended", "texts", "scores", "gold", "prompts")
-        columns = {name: getattr(self, name) for name in names}
-        picked: Any = {name: [each[i] for i in rows if i < len(each)] for name, each in columns.items()}
-        return Samples(**picked, failures=self.failures)
+
+        def pick(columns: dict[str, list[Any]]) -> dict[str, Any]:
+            return {name: [each[i] for i in rows if i < len(each)] for name, each in columns.items()}
+
+        columns = pick({name: getattr(self, name) for name in ("kl", "lengths", "ended", "texts", "scores", "prompts")})
+        return Samples(**columns, watched=pick(self.watched), failures=self.failures)
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
         """The samples of all ranks."""
-        return cls(*([x for part in parts for x in getattr(part, column.name)] for column in fields(cls)))
+        names = [column.name for column in fields(cls) if column.name not in ("watched", "failures")]
+        columns: Any = {name: [x for part in parts for x in getattr(part, name)] for name in names}
+        scorers = dict.fromkeys(name for part in parts for name in part.watched)
+        watched = {name: [x for part in parts for x in part.watched.get(name, ())] for name in scorers}
+        return cls(**columns, watched=watched, failures=dict(one for part in parts for one in part.failures.items()))
 
 
 def asked(prompts: Prompts) -> tuple[Prompts, list[int]]:
@@ -145,12 +151,11 @@ class HeldOut:
         return made
 
     def score(self, samples: Samples, drawn: Drawn) -> None:
-        """Score the responses; gold no more after a failure. Errors: InputError from a reward."""
+        """Score the responses. Errors: InputError from a reward; that of another scorer is in `samples.failures`."""
         for responses, _ in drawn:
-            values, failures = (self.scorers.trained if samples.failures else self.scorers)(responses)
-            samples.scores += values.get(REWARD, torch.empty(0)).tolist()
-            samples.gold += values.get(GOLD, torch.empty(0)).tolist()
-            samples.failures += failures
+            samples.scores += self.scorers(responses).get(REWARD, torch.empty(0)).tolist()
+            for name, scores in self.scorers.watch(responses, samples.failures).items():
+                samples.watched.setdefault(name, []).extend(scores)
 
     # ---- of all processes
 
@@ -207,9 +212,8 @@ def figures_of(own: Samples, other: Samples, events: list[Event]) -> dict[str, A
 
     KL in nats; scores are raw, over what was scored. `events` gets what is left out.
     """
-    if own.failures:
-        events.append(GoldFailed(own.failures[0]))
-    known, golds = ([score for score in each if not math.isnan(score)] for each in (own.scores, own.gold))
+    events += [ScorerFailed(name, failure) for name, failure in own.failures.items()]
+    known = [score for score in own.scores if not math.isnan(score)]
     unscored = len(own.scores) - len(known)
     if math.inf in map(abs, known):
         events.append(EvalScores())
@@ -220,7 +224,7 @@ def figures_of(own: Samples, other: Samples, events: list[Event]) -> dict[str, A
         "forward_kl_token": sum(other.kl) / sum(other.lengths),
         "scores": fmean(known) if known else None,
         "unscored": unscored,
-        "gold": fmean(golds) if golds and not own.failures else None,
+        **{name: None if name in own.failures else mean_score(scores) for name, scores in own.watched.items()},
         "length": fmean(own.lengths),
         "eos_rate": fmean(own.ended),
         "distinct_2": distinct_2(own.texts),
@@ -229,9 +233,15 @@ def figures_of(own: Samples, other: Samples, events: list[Event]) -> dict[str, A
     }
 
 
+def mean_score(scores: Sequence[float]) -> float | None:
+    """Over the scored responses; None without any."""
+    known = [score for score in scores if not math.isnan(score)]
+    return fmean(known) if known else None
+
+
 def own_figures(own: Samples) -> dict[str, Any]:
     """Of the reference: the figures that need no second model."""
-    names = ("scores", "gold", "length", "eos_rate", "distinct_2")
+    names = ("scores", *own.watched, "length", "eos_rate", "distinct_2")
     figures = figures_of(own, own, [])
     return {key: figures[key] for name in names for key in (name, f"{name}{STDERR}")}
 
@@ -250,7 +260,7 @@ def errors_of(samples: Samples) -> dict[str, float | None]:
     own = [sum(prompts_with[pair] == 1 for pair in set(each)) for each in pairs]  # that no other prompt has
     errors = {
         "scores": error_of_groups(groups, samples.scores, ones),
-        "gold": error_of_groups(groups, samples.gold, ones),
+        **{name: error_of_groups(groups, scores, ones) for name, scores in samples.watched.items()},
         "kl_token": error_of_groups(groups, samples.kl, samples.lengths),
         "kl_sequence": error_of_groups(groups, samples.kl, ones),
         "length": error_of_groups(groups, samples.lengths, ones),

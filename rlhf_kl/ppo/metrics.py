@@ -14,8 +14,7 @@ from rlhf_kl.ops.masked import float64, mean_of_groups
 from rlhf_kl.ppo.objectives import MOST_WEIGHT, importance
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.step import Update
-from rlhf_kl.rewards.scorer import mean_score
-from rlhf_kl.types import GOLD, REWARD, TERM, RolloutBatch
+from rlhf_kl.types import REWARD, TERM, RolloutBatch
 
 DECILES = torch.linspace(0, 1, 11, dtype=torch.float64)  # and the ends
 
@@ -115,7 +114,6 @@ def objective_metrics(batch: RolloutBatch, penalty: float) -> dict[str, Any]:
         "objective/scores_shaped": scores_shaped,
         "objective/rlhf_reward": scores_shaped - penalty,
         "objective/kl_share": penalty / (penalty + abs(scores_shaped)) if penalty > 0 else 0.0,
-        "objective/gold": None if batch.failures else mean_score(batch.scores.get(GOLD)),
         "rollout/score_length_corr": _correlation(scores, batch.lengths[scored]) if len(scores) else None,
         "rollout/unscored": int((~scored).sum()),
         **{

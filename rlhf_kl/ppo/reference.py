@@ -31,7 +31,7 @@ from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import shuffled, uniforms
-from rlhf_kl.types import GOLD, REWARD, Responses, Sampled, Sampling
+from rlhf_kl.types import REWARD, Responses, Sampled, Sampling
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
@@ -57,12 +57,11 @@ class SolvedCoef(NamedTuple):
 
 @dataclass
 class ReferenceScores:
-    """Shaped scores of reference samples, the prompt of each, and their gold scores."""
+    """Shaped scores of reference samples, and the prompt of each."""
 
     shaped: list[float]
     groups: list[int]
     length: float  # mean tokens of a response
-    gold: list[float] | None = None
     clipped: float = 0.0  # share that reward.clip makes equal to other scores
 
     def start_events(self) -> list[Event]:
@@ -145,7 +144,6 @@ class ReferenceScores:
         return {
             "scores_shaped": self.mean,
             "scores_spread": pstdev(centre_groups(self.shaped, self.groups)),  # within prompts
-            "gold": None if self.gold is None else fmean(self.gold),
             "length": self.length,
             "samples": len(self.shaped),
             "tilt": self.tilt_curve(),
@@ -196,8 +194,6 @@ class ReferenceSamples:
     lengths: Tensor  # (N,) tokens, EOS included
     penalties: dict[str, Tensor]  # (N,) by name
     groups: list[int]  # the prompt of each
-    gold: Tensor  # (N,), NaN = none
-    failures: list[str]  # of the gold scorer
 
     @property
     def spread(self) -> bool:
@@ -212,8 +208,6 @@ class ReferenceSamples:
             torch.cat([part.lengths for part in parts]),
             {name: torch.cat([part.penalties[name] for part in parts]) for name in parts[0].penalties},
             [group for part in parts for group in part.groups],
-            torch.cat([part.gold for part in parts]),
-            [failure for part in parts for failure in part.failures],
         )
 
     def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
@@ -230,8 +224,7 @@ class ReferenceSamples:
             )
         length = float(float64(self.lengths).mean())
         clipped = fitted.clipped(self.scores)
-        gold = None if bool(self.gold.isnan().any()) else self.gold.tolist()
-        return ReferenceScores(shaped.tolist(), self.groups, length, gold, clipped), fitted
+        return ReferenceScores(shaped.tolist(), self.groups, length, clipped), fitted
 
 
 def sample_prompts(prompts: int, samples: int, seed: int, number: int = 0) -> list[int]:
@@ -283,30 +276,21 @@ def score_samples(
 ) -> ReferenceSamples:
     """Score the reference's responses; responses without a score are left out.
 
-    So are all gold scores, if one is missing. `shaping`: of the penalties. Errors: InputError from a reward, or for a
-    score that is not finite.
+    `shaping`: of the penalties. Errors: InputError from a reward, or for a score that is not finite.
     """
-    scores, gold, lengths, penalties, failures = [], [], [], [], []
+    scores, lengths, penalties = [], [], []
     for responses, sampled in batches:
-        values, failed = scorers(responses)
-        texts = responses.texts
-        if bool((infinite := values[REWARD].isinf()).any()):
+        values, texts = scorers(responses)[REWARD], responses.texts
+        if bool((infinite := values.isinf()).any()):
             raise InputError(f"reward: the score of {texts[int(infinite.nonzero()[0])][:60]!r} is not a finite number")
-        scores.append(values[REWARD])
-        gold.append(values.get(GOLD, torch.full((len(texts),), math.nan)))
+        scores.append(values)
         lengths.append(torch.tensor(list(map(len, responses.ids))))
         penalties.append(shaping.penalties(responses.ids, sampled.ended))
-        if failed:
-            scorers, failures = scorers.trained, failed
-        elif GOLD in values and bool(values[GOLD].isnan().any()):
-            failures = ["reward.gold: returned None for a response"]
-    raw, golds = torch.cat(scores), torch.cat(gold)
+    raw = torch.cat(scores)
     known = ~raw.isnan()
     return ReferenceSamples(
         raw[known],
         torch.cat(lengths)[known],
         {name: torch.cat([each[name] for each in penalties])[known] for name in penalties[0]},
         [groups[i] for i in known.nonzero().flatten().tolist()],
-        golds[known],
-        failures,
     )

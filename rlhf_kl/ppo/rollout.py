@@ -107,7 +107,7 @@ class Rollouts:
     def assess(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
         """Score these responses, and compare policy and reference at their tokens."""
         prompts, device = responses.prompts, sampled.ids.device
-        scores, failures = self.parts.scorers(responses)
+        scores = self.parts.scorers(responses)
         raw = scores[REWARD]
         penalties = self.shaping.penalties(responses.ids, sampled.ended)
         shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, penalties))
@@ -129,7 +129,6 @@ class Rollouts:
             prompts=prompts.texts,
             responses=responses.texts,
             rows=prompts.rows,
-            failures=failures,
             penalties=penalties,
             group=self.parts.prompts.samples,
             device=device,

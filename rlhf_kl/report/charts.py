@@ -13,12 +13,14 @@ from rlhf_kl.report.drawing import MANY, ORDERED, Chart, Line, log_if_wide, mark
 from rlhf_kl.report.one_run import RunResult
 from rlhf_kl.report.sentences import outcome
 from rlhf_kl.report.sweep import PAIRS, PERPLEXITY, Sweep, spread
-from rlhf_kl.text import format_number, format_percent, read_number
+from rlhf_kl.text import format_number, format_percent, read_number, scorer_label
 
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 KL_OVER_TARGET = "KL over its target"
+TRUE = "gold"  # the scorer that is drawn beside the score, and the tint of all that never train
+HELD_OUT = "mean over held-out prompts, with one standard error."
 ROOT_KL = "√KL, nats per response"
 
 
@@ -52,7 +54,12 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
 
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
-    return with_values([_kl(run), _score(run), _perplexity(run), _beta(run)])
+    others = [
+        Chart(f"eval-{name}", name, name, [_of_scorer(run, name)], f"It never trains: {HELD_OUT}")
+        for name in run.scorers
+        if name != TRUE
+    ]
+    return with_values([_kl(run), _score(run), *others, _perplexity(run), _beta(run)])
 
 
 def _kl(run: RunResult) -> Chart:
@@ -73,15 +80,23 @@ def _kl(run: RunResult) -> Chart:
 
 
 def _score(run: RunResult) -> Chart:
-    """Score with the middle 80 % of the responses, and gold."""
-    scores, gold = run.series("objective/scores"), run.series("objective/gold")
+    """Score with the middle 80 % of the responses, and the true score."""
+    scores, true = run.series("objective/scores"), _of_scorer(run, TRUE)
     deciles = [row["objective/scores_deciles"] for row in run.updates if row.get("objective/scores_deciles")]
     if len(deciles) < len(scores[0]):
         deciles = []
     low, high = ([values[i] for values in deciles] for i in (1, 9))
-    lines = [Line("score", "score", *scores, low, high), Line("true score", "gold", *gold)]
     caption = "Means of each batch" + (", and the middle 80 % of the scores." if deciles else ".")
-    return Chart("score", "Score", "score", lines, caption)
+    caption += f" True score: {HELD_OUT}" * bool(true.x)
+    return Chart("score", "Score", "score", [Line("score", "score", *scores, low, high), true], caption)
+
+
+def _of_scorer(run: RunResult, name: str) -> Line:
+    """What a scorer that never trains found in each evaluation, with its standard error where all have one."""
+    (x, y), (_, errors) = run.series(f"eval/{name}"), run.series(f"eval/{name}_stderr")
+    known = list(zip(y, errors, strict=False)) if len(errors) == len(y) else []
+    low, high = ([mean + sign * error for mean, error in known] for sign in (-1, 1))
+    return Line(scorer_label(name), TRUE, x, y, low, high)
 
 
 def _perplexity(run: RunResult) -> Chart | None:
@@ -149,8 +164,10 @@ def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]
 
 def compare_charts(comparison: Comparison) -> list[Chart]:
     """Means over seeds by update, and score against sqrt(KL)."""
+    scorers = [(name, scorer_label(name)) for name in comparison.scorers]
     charts = [
         _over_time(comparison, "objective/scores", "score", "Score"),
+        *(_over_time(comparison, f"eval/{one}", f"eval-{one}", f"Held-out {label}", label) for one, label in scorers),
         _over_time(comparison, "eval/perplexity", "perplexity", "Held-out perplexity"),
         _over_time(comparison, "kl/coef", "beta", "Beta, the KL coefficient"),
         _frontier(comparison),
@@ -164,7 +181,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
     return with_values(charts)
 
 
-def _over_time(comparison: Comparison, key: str, slug: str, title: str) -> Chart:
+def _over_time(comparison: Comparison, key: str, slug: str, title: str, label: str = "") -> Chart:
     """A key over the updates, each variant's mean with one standard deviation."""
     styles = variant_styles(comparison)
     lines = [Line(v.name, styles[v.name].tint, *v.series(key), styles[v.name].dash) for v in comparison.variants]
@@ -173,7 +190,7 @@ def _over_time(comparison: Comparison, key: str, slug: str, title: str) -> Chart
     if key == "kl/coef" and (log := log_if_wide(min(values, default=0.0), max(values, default=0.0))):
         lines = [line._replace(low=(), high=()) for line in lines if min(line.y, default=0.0) > 0]
         caption += " On a log scale, without a beta of 0."
-    return Chart(slug, title, slug, lines, caption, log=log)
+    return Chart(slug, title, label or slug, lines, caption, log=log)
 
 
 def _frontier(comparison: Comparison) -> Chart | None:
@@ -212,7 +229,7 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
 
 
 def target_charts(sweep: Sweep | None) -> list[Chart]:
-    """Score and gold, and what they cost, by KL target; empty without a sweep."""
+    """Score and those of the scorers that never train, and what they cost, by KL target; empty without a sweep."""
     if sweep is None:
         return []
 
@@ -230,11 +247,13 @@ def target_charts(sweep: Sweep | None) -> list[Chart]:
     def levels(name: str, limit: float) -> list[Line]:
         return [level(name, 1.0, "reference", "muted"), level(name, limit, "limit", "alert")]
 
-    score, gold = line("scores", "score", "score"), line("gold", "true score", "gold")
+    others = {name: line(name, scorer_label(name), TRUE) for name in sweep.scorers}
+    score = [line("scores", "score", "score"), *filter(None, [others.pop(TRUE, None)])]
     perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
     forgetting = line("forward_kl_token", "forgetting", "perplexity")
     panels = [
-        ("Score by KL target", "score", [score, gold], sweep.note),
+        ("Score by KL target", "score", score, sweep.note),
+        *((f"{name} by KL target", name, [found], "") for name, found in others.items()),
         ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),
         ("Forgetting", "nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
         ("Distinct word pairs", "share of all", [pairs, *levels("distinct_2", PAIRS)], "Of held-out responses."),

@@ -22,11 +22,12 @@ from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
 from rlhf_kl.report.one_run import RunResult, read_run
 
 CONFIGS = "configs"  # in the folder of a comparison: those of its runs, NAME.yaml
-# If these differ, scores have different scales, or KLs different references.
-SCALE = ("reward.", "policy.model", "reference.", "rollout.temperature")
+SCORES = "scores_shaped"  # the measure that is trained on; others are the scorers that never train
+# If these differ, KLs have different references; and scores, or those of the other scorers, different scales.
+REFERENCE = ("policy.model", "reference.", "rollout.temperature")
+SCALE, HELD_OUT = ("reward.",), ("data.prompts", "eval.prompts")
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
 NO_MEANS = ("verdict", "since", "error_since", "target", "unit", "updates")  # of a run's figures
-GAINS = {"scores_shaped": "score_gain", "gold": "gold_gain"}  # measure at equal KL -> its gain over the reference
 
 Curve = tuple[list[float], list[float], list[float], list[float]]  # x, mean, mean -+ one standard deviation
 
@@ -70,21 +71,20 @@ class Variant:
 
     def mean(self, name: str) -> float | None:
         """Mean of a figure over seeds; None if a seed lacks it."""
-        return mean(run.figures[name] for run in self.runs.values())
+        return mean(run.figures.get(name) for run in self.runs.values())
 
     def sd(self, name: str) -> float | None:
         """Standard deviation over seeds; None for a single one."""
-        values = [run.figures[name] for run in self.runs.values()]
-        known = len(values) > 1 and all(value is not None and math.isfinite(value) for value in values)
+        values = [value for run in self.runs.values() if (value := run.figures.get(name)) is not None]
+        known = len(values) > 1 and len(values) == len(self.runs) and all(map(math.isfinite, values))
         return stdev(values) if known else None
 
     def ends(self, measure: str) -> dict[int, Point]:
         """sqrt(KL per response) and gain over the reference at the end of each run, by seed."""
-        figures = {seed: run.figures for seed, run in self.runs.items()}
+        gain = "score_gain" if measure == SCORES else f"{measure}_gain"
+        ends = {seed: (run.figures["kl_sequence"], run.figures.get(gain)) for seed, run in self.runs.items()}
         return {
-            seed: (math.sqrt(max(0.0, own["kl_sequence"])), own[GAINS[measure]])
-            for seed, own in figures.items()
-            if own["kl_sequence"] is not None and own[GAINS[measure]] is not None
+            seed: (math.sqrt(max(0.0, kl)), y) for seed, (kl, y) in ends.items() if kl is not None and y is not None
         }
 
     def series(self, key: str) -> Curve:
@@ -122,6 +122,11 @@ class Comparison:
         return self.variants[0].config.kl.unit
 
     @property
+    def scorers(self) -> list[str]:
+        """Names of the scorers that never train, of all variants."""
+        return list(dict.fromkeys(name for variant in self.variants for name in variant.config.eval.watched))
+
+    @property
     def target(self) -> float | None:
         """The target in nats; None if variants have different ones (one without a penalty has none)."""
         targets = {variant.target for variant in self.variants if variant.constant_coef != 0}
@@ -151,8 +156,8 @@ class Comparison:
         """For each pair of groups: one, against the group that spans more KL. Intervals of a measure hold together."""
         entries = []
         for pair in combinations(self.groups.items(), 2):
-            if not _scale_diff(pair[0][1][0], pair[1][1][0]):
-                for measure in GAINS:
+            for measure in (SCORES, *self.scorers):
+                if not _scale_diff(pair[0][1][0], pair[1][1][0], measure):
                     ends = [(name, {v.name: v.ends(measure) for v in variants}) for name, variants in pair]
                     entries.append(compare_groups(ends, measure))
         known = [entry for entry in entries if entry is not None]
@@ -259,6 +264,7 @@ def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:
     return [line for line in config_diff(a, b) if not line.startswith((*NOT_THE_RUN, *but))]
 
 
-def _scale_diff(a: Variant, b: Variant) -> list[str]:
-    """Differences in settings that make scores or KLs of two variants incomparable."""
-    return [line for line in _diff(a.config, b.config) if line.startswith(SCALE)]
+def _scale_diff(a: Variant, b: Variant, measure: str = SCORES) -> list[str]:
+    """Differences in settings that make a measure at equal KL of two variants incomparable."""
+    own = SCALE if measure == SCORES else (f"eval.scorers.{measure}", *HELD_OUT)
+    return [line for line in _diff(a.config, b.config) if line.startswith((*own, *REFERENCE))]

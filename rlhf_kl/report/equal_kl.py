@@ -32,7 +32,7 @@ class EqualKL:
 
     points: str  # a family, or a variant where there is one family: means over its variants
     curve: str  # another one
-    measure: str  # scores_shaped | gold
+    measure: str  # scores_shaped, or a scorer that never trains
     readings: Mapping[int, Reading]
     left_out: int  # pairs outside the curve's range of KL
     together: int = 1  # pairs of groups whose intervals hold together

@@ -45,6 +45,11 @@ class RunResult:
         return self.config.kl.unit
 
     @property
+    def scorers(self) -> list[str]:
+        """Names of the scorers that never train."""
+        return list(self.config.eval.watched)
+
+    @property
     def status(self) -> Literal["finished", "unfinished", "stopped by a guard"]:
         if not self.summary:
             return "unfinished"
@@ -86,7 +91,7 @@ class RunResult:
     @cached_property
     def closing(self) -> dict[str, StartEnd]:
         """See `closing_figures`."""
-        return closing_figures([*self.updates, *self.evaluations[-1:]], self.unit)
+        return closing_figures([*self.updates, *self.evaluations[-1:]], self.unit, self.scorers)
 
     @cached_property
     def ratios(self) -> list[float]:
@@ -100,8 +105,9 @@ class RunResult:
         return [step for step, _ in points], [value for _, value in points]
 
     def end(self, key: str) -> float | None:
-        """Mean over the last ten updates."""
-        return mean(row.get(key) for row in end(self.updates))
+        """Mean over the last ten updates; of `eval/*` the last evaluation, if it is not the first one too."""
+        rows = self.evaluations[1:][-1:] if key.startswith("eval/") else end(self.updates)
+        return mean(row.get(key) for row in rows)
 
     def reference(self, key: str) -> float | None:
         """A figure of the reference: from its own samples if the summary has them, else from the first row.
@@ -123,7 +129,7 @@ class RunResult:
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
-        ends = {name: self.closing.get(name, (None, None))[1] for name in CLOSING}
+        ends = {name: self.closing.get(name, (None, None))[1] for name in (*CLOSING, *self.scorers)}
         perplexity = ends["perplexity"]
         before = self.reference("eval/perplexity") if len(self.evaluations) > 1 else None
         return {
@@ -131,7 +137,7 @@ class RunResult:
             **ends,
             "peak": max(self.ratios, default=None),
             "score_gain": self.gain("objective/scores_shaped"),  # over the reference
-            "gold_gain": self.gain("objective/gold"),
+            **{f"{name}_gain": self.gain(f"eval/{name}") for name in self.scorers},
             "perplexity_cost": perplexity / before - 1.0 if perplexity is not None and before else None,
         }
 

@@ -20,7 +20,7 @@ from rlhf_kl.report.one_run import RunResult, read_run
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.shell import source_name
-from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text, start_to_end
+from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text, scorer_label, start_to_end
 
 HOTTEST = 2.0  # nats of a token that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
@@ -83,13 +83,12 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
     figures, closing = run.figures, {name: start_to_end(pair) for name, pair in run.closing.items()}
     kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
     error = score_error(run.updates)
-    beside = [] if error is None else [f"±{format_number(error)} at the end"]
-    beside += [f"true score {closing['gold']}"] if "gold" in closing else []
     share = format_percent(read_number(run.summary, "tilt_share"))
     cards = [
         ("kl", "KL over target", format_number(None if kl is None else kl / target),
          f"{format_number(kl)} of {target:g} nats per {run.unit}"),
-        ("score", "Score", closing.get("scores", "-"), ", ".join(beside)),
+        ("score", "Score", closing.get("scores", "-"), "" if error is None else f"±{format_number(error)} at the end"),
+        *(_scorer_card(run, name) for name in run.scorers if name in closing),
         ("perplexity", "Held-out perplexity", closing.get("perplexity", "-"),
          f"{format_percent(cost, signed=True)} on the reference" if cost is not None else ""),
         ("", "Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
@@ -103,6 +102,13 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
          f"tokens; {format_percent(run.end('rollout/eos_rate'))} end by themselves"),
     ]  # fmt: skip
     return [card for card in cards if card[2] != "-"]
+
+
+def _scorer_card(run: RunResult, name: str) -> tuple[str, str, str, str]:
+    """The card of a scorer that never trains."""
+    label, error = scorer_label(name), read_number(run.evaluations[-1], f"eval/{name}_stderr")
+    note = "of held-out prompts" + ("" if error is None else f", ±{format_number(error)} at the end")
+    return "gold", label[0].upper() + label[1:], start_to_end(run.closing[name]), note
 
 
 def _subtitle(run: RunResult) -> str:
@@ -119,7 +125,7 @@ def _subtitle(run: RunResult) -> str:
 
 
 def response_figures(text: Mapping[str, Any]) -> str:
-    """Score, gold and KL in words."""
+    """Scores and KL in words."""
     return " · ".join(text_figures(text, "KL {} nats per response"))
 
 

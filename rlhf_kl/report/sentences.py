@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rlhf_kl.control.verdict import why_short
-from rlhf_kl.report.comparison import Comparison, Variant
+from rlhf_kl.report.comparison import SCORES, Comparison, Variant
 from rlhf_kl.report.equal_kl import EqualKL
 from rlhf_kl.shell import shell_command
-from rlhf_kl.text import format_number, format_percent
+from rlhf_kl.text import format_number, format_percent, scorer_label
 
-MEASURES = {"scores_shaped": "Score", "gold": "True score"}
 WORDS = {"held": "held", "late": "reached late", "missed": "missed", "short": "too short to say"}
 BY = {"held": "held by", "late": "reached late by", "missed": "missed by", "short": "too early to say of"}
 WIDTH = 80  # columns of a terminal
@@ -23,11 +22,10 @@ SHOWN = 0.005  # a smaller difference is 0.00 in a sentence
 
 def figures_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Names of columns, and a row for each variant: means over seeds, with one standard deviation of several."""
-    names = ["kl", "scores", "gold", "perplexity"]
-    if all(variant.mean("gold") is None for variant in comparison.variants):
-        names.remove("gold")
-    titles = {"kl": f"KL/{comparison.unit}", "scores": "score", "gold": "true score"}
-    header = ["variant", "target", *(titles.get(name, name) for name in names)]
+    scorers = [name for name in comparison.scorers if any(v.mean(name) is not None for v in comparison.variants)]
+    names = ["kl", "scores", *scorers, "perplexity"]
+    titles = {"kl": f"KL/{comparison.unit}", "scores": "score"}
+    header = ["variant", "target", *(titles.get(name, scorer_label(name)) for name in names)]
     rows = [[v.name, outcome(v), *(_mean_and_sd(v, name) for name in names)] for v in comparison.variants]
     return header, rows
 
@@ -105,9 +103,10 @@ def _span(values: Sequence[float], form: Callable[[float], str]) -> str:
 
 
 def _score_lines(comparison: Comparison) -> list[str]:
-    """For score and gold one sentence about all pairs of groups at the same KL."""
+    """For the score and each scorer that never trains one sentence about all pairs of groups at the same KL."""
     lines = []
-    for measure, label in MEASURES.items():
+    for measure in (SCORES, *comparison.scorers):
+        label = "score" if measure == SCORES else scorer_label(measure)
         entries = [entry for entry in comparison.equal_kl if entry.measure == measure]
         readings = [_reading(entry) for entry in entries]
         if len(entries) > 2:  # only what can be told
@@ -116,6 +115,7 @@ def _score_lines(comparison: Comparison) -> list[str]:
         if entries:
             several = entries[0].together
             note = f" (intervals for all {several} pairs together)" if several > 1 else ""
+            label = label[0].upper() + label[1:]
             lines.append(f"{label} at equal KL: {'; '.join(dict.fromkeys(readings))}{note}.")
     return lines
 

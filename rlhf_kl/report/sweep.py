@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from math import hypot, sqrt
 from typing import Any, NamedTuple
 
+from rlhf_kl.config.schema.eval import scorer_names
 from rlhf_kl.monitors.facts import mean
 from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.shell import shell_command
-from rlhf_kl.text import with_error
+from rlhf_kl.text import scorer_label, with_error
 
 # The limits of a recommended target, chosen on eight seeds of the built-in world, where the true score is known.
 PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
@@ -18,14 +19,14 @@ PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the respons
 GAIN = 0.15  # slope of the score over sqrt(KL), over its steepest: less, and the score is nearly at its top
 
 Figure = tuple[float | None, float | None]  # a mean, and its error or spread
-FIGURES = ("kl", "kl_sequence", "scores", "gold", "perplexity", "forward_kl_token", "distinct_2")
+FIGURES = ("kl", "kl_sequence", "scores", "perplexity", "forward_kl_token", "distinct_2")
 
 
 class SweepPoint(NamedTuple):
     """A policy that was trained or scaled to a target."""
 
     target: float  # nats in the sweep's unit
-    figures: Mapping[str, Figure]  # those of `FIGURES`; kl in the sweep's unit
+    figures: Mapping[str, Figure]  # those of `FIGURES`, and of the scorers; kl in the sweep's unit
     gain: float | None  # of the score that was trained on, over the reference's
     rise_error: float | None = None  # standard error of the gain less that of the point before, where it was measured
 
@@ -38,10 +39,11 @@ class Sweep:
     points: Sequence[SweepPoint]
     reference: Mapping[str, float | None]  # perplexity and distinct_2 of the reference
     note: str  # for captions: where the figures come from
+    scorers: Sequence[str] = ()  # that never train
 
 
 class Recommendation(NamedTuple):
-    """The KL target that a rule without gold recommends, nats, and why; None = none of the sweep's."""
+    """The KL target that a rule without a true score recommends, nats, and why; None = none of the sweep's."""
 
     target: float | None
     reason: str
@@ -93,14 +95,14 @@ def sweep_of(comparison: Comparison) -> Sweep | None:
     points = [
         SweepPoint(
             v.target,
-            {name: (v.mean(name), v.sd(name)) for name in FIGURES},
+            {name: (v.mean(name), v.sd(name)) for name in (*FIGURES, *comparison.scorers)},
             v.mean("score_gain"),
         )
         for v in variants
     ]
     runs = [run for v in variants for run in v.runs.values()]
     reference = {name: mean(run.reference(f"eval/{name}") for run in runs) for name in ("perplexity", "distinct_2")}
-    return Sweep(comparison.unit, points, reference, f"Last ten updates. {spread(comparison)}")
+    return Sweep(comparison.unit, points, reference, f"Ends of the runs. {spread(comparison)}", comparison.scorers)
 
 
 def spread(comparison: Comparison) -> str:
@@ -110,7 +112,8 @@ def spread(comparison: Comparison) -> str:
 
 def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
     """The sweep of scale.json."""
-    reference, keys = document["reference"], {name: name for name in FIGURES} | {"kl": f"kl_{document['unit']}"}
+    reference, scorers = document["reference"], scorer_names(document["reference"])
+    keys = {name: name for name in (*FIGURES, *scorers)} | {"kl": f"kl_{document['unit']}"}
 
     def point(row: Mapping[str, Any]) -> SweepPoint:
         known = row["scores"] is not None and reference["scores"] is not None
@@ -120,7 +123,8 @@ def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
 
     note = f"{asked_of(document)} at each target, with one standard error over the prompts. Scale 1 was trained."
     points = [point(row) for row in document["rows"]]
-    return Sweep(document["unit"], points, {name: reference[name] for name in ("perplexity", "distinct_2")}, note)
+    costs = {name: reference[name] for name in ("perplexity", "distinct_2")}
+    return Sweep(document["unit"], points, costs, note, scorers)
 
 
 def asked_of(document: Mapping[str, Any]) -> str:
@@ -159,8 +163,10 @@ def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
 def scale_table(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Names of columns, and a row for the reference and for each target: figures with standard errors."""
     kl = f"kl_{document['unit']}"
-    keys = {kl: f"KL/{document['unit']}", "scores": "score", "gold": "true score", "perplexity": "perplexity"}
-    keys |= {"forward_kl_token": "forgetting", "distinct_2": "word pairs", "length": "tokens"}
+    keys = {kl: f"KL/{document['unit']}", "scores": "score"}
+    keys |= {name: scorer_label(name) for name in scorer_names(document["reference"])}
+    keys |= {"perplexity": "perplexity", "forward_kl_token": "forgetting", "distinct_2": "word pairs"}
+    keys["length"] = "tokens"
     rows = [document["reference"] | {kl: 0.0, "target": None, "scale": 0.0}, *document["rows"]]
     keys = {key: name for key, name in keys.items() if rows[-1].get(key) is not None}
 

@@ -11,9 +11,10 @@ from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from rlhf_kl.config.schema.eval import scorer_names
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import HELD_OUT, read_jsonl
-from rlhf_kl.text import format_number, read_number, safe_text
+from rlhf_kl.text import format_number, read_number, safe_text, scorer_label
 
 TITLE = "\nHeld-out prompts, answered by both (KL in nats per response):"
 COLUMN = 39  # columns of a text: two fit beside each other
@@ -22,11 +23,11 @@ LONGEST = 800  # characters of a text that are shown
 
 
 def held_out_texts(folder: Path) -> list[dict[str, Any]]:
-    """For each prompt `{prompt, reference: {text, score, gold}, policy: [{step, text, score, gold, kl, tokens}, ...]}`.
+    """For each prompt `{prompt, reference: {text, score}, policy: [{step, text, score, kl, tokens}, ...]}`.
 
-    `step`: of the update that follows, so 1 is the policy at the start. A text of several that
-    were drawn has `score_mean` and their number `of`.
-    Scores and KL (nats) may be None. Empty if nothing has been evaluated.
+    Beside `score` stand those of the scorers that never train, by name. `step`: of the update that follows, so 1 is the
+    policy at the start. A text of several that were drawn has `score_mean` and their number `of`. Scores and KL (nats)
+    may be None. Empty if nothing has been evaluated.
     """
     return grouped(row for row in read_jsonl(RunFolder(folder).samples) if row.get("chosen") == HELD_OUT)
 
@@ -64,8 +65,8 @@ def answers(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
 
 
 def text_figures(text: Mapping[str, Any], kl: str = "KL {}", digits: int = 3) -> list[str]:
-    """Score, gold and KL of a response (nats), as far as they are known."""
-    forms = {"score": "score {}", "gold": "true score {}", "kl": kl}
+    """Scores and KL of a response (nats), as far as they are known."""
+    forms = {"score": "score {}", **{name: f"{scorer_label(name)} {{}}" for name in scorer_names(text)}, "kl": kl}
     known = {name: value for name in forms if (value := read_number(text, name)) is not None}
     if (mean := read_number(text, "score_mean")) is not None:
         forms["score"] += f" (median of {text.get('of')}, mean {format_number(mean, digits)})"
@@ -89,5 +90,5 @@ def _shown(name: str, text: Mapping[str, Any]) -> Text:
 
 
 def _text(row: Mapping[str, Any]) -> dict[str, Any]:
-    figures = ("step", "score", "score_mean", "of", "gold", "kl", "tokens")
+    figures = ("step", "score", "score_mean", "of", *scorer_names(row), "kl", "tokens")
     return {"text": row["response"], **{key: row[key] for key in figures if key in row}}

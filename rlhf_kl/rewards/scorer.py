@@ -1,4 +1,4 @@
-"""The scorers of a run: the reward that the policy is trained on, the terms of a sum, and gold, which is only logged.
+"""The scorers of a run: the reward that the policy is trained on, the terms of a sum, and those that never train.
 
 Scores are (B,) on the CPU. NaN = the scorer gave none for this response; inf = a reward model's score was not finite.
 """
@@ -19,56 +19,76 @@ from torch import Tensor
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.types import REWARD, TERM, Prompts, Responses
+from rlhf_kl.types import REWARD, TERM, WATCHED, Prompts, Responses
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A reward model, or a user's function. One of weight 0 is only logged: its failure does not end a run."""
+    """A reward model, or a user's function."""
 
-    name: str  # "reward", "terms.NAME" or "gold"
+    name: str  # "reward", "terms.NAME", or of one that never trains "scorers.NAME"
     call: Callable[[Responses], Tensor]
     weight: float = 1.0
 
     @property
     def key(self) -> str:
         """Its config key."""
-        return REWARD if self.name == REWARD else f"{REWARD}.{self.name}"
+        return self.name if self.name == REWARD else f"{'eval' if self.never_trains else REWARD}.{self.name}"
+
+    @property
+    def never_trains(self) -> bool:
+        return self.name.startswith(WATCHED)
 
 
 class Scorers:
-    """All scorers of a run. Their weighted scores are added up; one that does not score a response adds nothing."""
+    """All scorers of a run."""
 
     def __init__(self, *scorers: Scorer) -> None:
         self.scorers = scorers
 
-    def __call__(self, responses: Responses) -> tuple[dict[str, Tensor], list[str]]:
-        """Raw scores (B,) by name, "reward", what each "terms.NAME" adds to it, and "gold"; and failures.
+    def __call__(self, responses: Responses) -> dict[str, Tensor]:
+        """Raw scores (B,) by name: "reward", and what each "terms.NAME" adds to it; nothing without a reward.
 
-        These are of scorers that are only logged, whose scores are NaN. Errors: InputError from a scorer with a weight,
-        by its config key.
+        A term that does not score a response adds nothing. Errors: InputError, by the config key of a scorer.
         """
         values: dict[str, Tensor] = {}
-        failures = []
-        for scorer in self.scorers:
-            try:
-                with blame(scorer.key):
-                    values[scorer.name] = scorer.call(responses)
-            except InputError as error:
-                if scorer.weight:
-                    raise
-                values[scorer.name] = torch.full((len(responses.texts),), math.nan)
-                failures.append(str(error))
+        for scorer in self.trained.scorers:
+            with blame(scorer.key):
+                values[scorer.name] = scorer.call(responses)
         terms = [scorer for scorer in self.scorers if scorer.name.startswith(TERM)]
         values |= {term.name: term.weight * values[term.name].double() for term in terms}
         if terms:
             values = {REWARD: _sum([values[term.name] for term in terms if term.weight]), **values}
-        return values, failures
+        return values
+
+    def watch(self, responses: Responses, failures: dict[str, str]) -> dict[str, list[float]]:
+        """Scores (B,) of those that never train, by NAME; NaN = none. One that fails is noted, and not called again.
+
+        `failures`: what went wrong, by NAME.
+        """
+        values = {}
+        for scorer in self.watched.scorers:
+            name = scorer.name.removeprefix(WATCHED)
+            values[name] = [math.nan] * len(responses.texts)
+            if name not in failures:
+                try:
+                    scores = scorer.call(responses)
+                    if bool(scores.isinf().any()):
+                        raise InputError("a score is not a finite number")
+                    values[name] = scores.tolist()
+                except InputError as error:
+                    failures[name] = str(error)
+        return values
 
     @property
     def trained(self) -> Scorers:
-        """Without those that are only logged."""
-        return Scorers(*(scorer for scorer in self.scorers if scorer.weight))
+        """Those that the policy is trained on."""
+        return Scorers(*(scorer for scorer in self.scorers if not scorer.never_trains))
+
+    @property
+    def watched(self) -> Scorers:
+        """Those that never train."""
+        return Scorers(*(scorer for scorer in self.scorers if scorer.never_trains))
 
     @property
     def model(self) -> RewardModel | None:
@@ -157,12 +177,6 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
     total = sum((torch.where(term.isnan(), 0.0, term) for term in terms), torch.zeros(()).double())
     total = torch.where(total.isnan(), math.inf, total)  # inf - inf
     return torch.where(scored, total, math.nan)
-
-
-def mean_score(values: Tensor | None) -> float | None:
-    """Mean of scores (B,) over the scored responses; None without any."""
-    known = [] if values is None else values[~values.isnan()].tolist()
-    return sum(known) / len(known) if known else None
 
 
 def mean_metrics(logged: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.control.verdict import verdict_text
 from rlhf_kl.monitors.facts import closing_figures, closing_note, control_figures, score_error
 from rlhf_kl.shell import source_name
-from rlhf_kl.text import format_number, score_text, start_to_end
+from rlhf_kl.text import format_number, score_text, scorer_label, start_to_end
 
 
 def model_card(
@@ -21,7 +21,8 @@ def model_card(
 ) -> str:
     """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
     control, reward = control_figures(rows, config.kl), config.reward
-    figures = closing_figures([*rows, closing], config.kl.unit)
+    scorers = config.eval.watched
+    figures = closing_figures([*rows, closing], config.kl.unit, scorers)
     score, perplexity, forgetting, beta = (
         figures.get(name, (None, None)) for name in ("scores", "perplexity", "forward_kl_token", "beta")
     )
@@ -34,6 +35,7 @@ def model_card(
         "KL reached": f"{format_number(control['kl'])} nats per {config.kl.unit}, {verdict_text(control)}",
         "controller": f"{config.kl.controller.kind}, beta {format_number(beta[1])} at the end",
         "score": score_text(score, score_error(rows)),
+        **{scorer_label(name): start_to_end(figures[name]) for name in scorers if name in figures},
         "held-out perplexity": start_to_end(perplexity),
         "forgetting": f"{format_number(forgetting[1])} nats per token",
         "responses trained on": config.updates * config.rollout.batch_size,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_kl.events import Event
-from rlhf_kl.ppo.heldout import STDERR, HeldOut, distinct_2, figures_of
+from rlhf_kl.ppo.heldout import STDERR, HeldOut, figures_of, own_figures
 from rlhf_kl.train.samples import heldout_rows
 
-WITH_ERRORS = ("perplexity", "scores", "gold", "kl_token")
-ROW = ("bits_per_byte", "documents", "unscored", "forward_kl_token", "distinct_2", *WITH_ERRORS,
-       *(name + STDERR for name in WITH_ERRORS))  # fmt: skip
+ROW = ("bits_per_byte", "documents", "unscored", "forward_kl_token", "distinct_2")
+WITH_ERRORS = ("perplexity", "scores", "kl_token")
 
 
 def evaluate_policy(
@@ -27,8 +26,9 @@ def evaluate_policy(
     every, others = held.samples(same=same)
     own, other = every.pick(held.firsts), others.pick(held.firsts)
     figures = texts | figures_of(own, other, events)
-    row = {f"eval/{name}": figures[name] for name in ROW}
+    with_errors = (*WITH_ERRORS, *own.watched)
+    row = {f"eval/{name}": figures[name] for name in (*ROW, *with_errors, *(name + STDERR for name in with_errors))}
     if of_reference is not None:
-        row["eval/reference_perplexity"] = of_reference["perplexity"]
-        row["eval/reference_distinct_2"] = distinct_2(other.texts)
+        known = of_reference | own_figures(other)
+        row |= {f"eval/reference_{name}": known[name] for name in ("perplexity", "distinct_2", *other.watched)}
     return row, heldout_rows(held, every, others if step == 1 else None, held.scorers.column_names)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_kl import ui
 from rlhf_kl.config.named import NamedPlugin, load_reward
-from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
+from rlhf_kl.config.schema.reward import SUM, ScorerSection, TermSection
 from rlhf_kl.config.schema.sections import RunSection, TunedSection
 from rlhf_kl.errors import blame
 from rlhf_kl.hub import GGUF, model_folder
@@ -36,12 +37,11 @@ from rlhf_kl.models.pretrained import (
 )
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.models.value import freeze, frozen_lm
-from rlhf_kl.plugins import is_reference
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, TRLReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import derive_seed
-from rlhf_kl.types import GOLD, REWARD, TERM
+from rlhf_kl.types import REWARD
 from rlhf_kl.ui import log
 
 
@@ -168,38 +168,30 @@ class Loader:
 
     # ---- scorers
 
-    def scorers(self, section: RewardSection, *, gold: bool = True) -> Scorers:
-        """The scorers of a config: its reward, or the terms of a sum; and gold."""
+    def scorers(self, sections: Mapping[str, ScorerSection], limit: float | None = None) -> Scorers:
+        """The scorers of these sections by key, as `scorers_of` a config; a sum is its terms.
+
+        `limit`: seconds that a call of a function may take.
+        """
         found = []
-        for name, term in (section.terms or {}).items():
-            found.append(Scorer(TERM + name, self._scorer(term, f"reward.terms.{name}", section), term.weight))
-        if not section.terms:
-            found.append(Scorer(REWARD, self._scorer(section, REWARD, section)))
-        if gold and section.gold is not None:
-            plugin = NamedPlugin("reward.gold", section.gold, {})
-            call = (
-                _plugin(plugin, section.time_limit)
-                if is_reference(section.gold)
-                else self.reward_model(section.gold, plugin.key, ScorerSection())
-            )
-            found.append(Scorer(GOLD, call, 0.0))
+        for key, section in sections.items():
+            if section.kind != SUM:
+                name = key.removeprefix(f"{REWARD}.").removeprefix("eval.")
+                weight = section.weight if isinstance(section, TermSection) else 1.0
+                found.append(Scorer(name, self._scorer(section, key, limit), weight))
         return Scorers(*found)
 
-    def _scorer(self, scorer: ScorerSection, where: str, section: RewardSection) -> RewardModel | PluginReward:
+    def _scorer(self, scorer: ScorerSection, where: str, limit: float | None) -> RewardModel | PluginReward:
         if scorer.kind == "model":
             assert scorer.model is not None
             return self.reward_model(scorer.model, f"{where}.model", scorer)
         plugin = NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
-        return _plugin(plugin, section.time_limit)
+        target, arguments = load_reward(plugin)
+        return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
 
 
 def _has_tokenizer(folder: str) -> bool:
     return (Path(folder) / "tokenizer_config.json").is_file()
-
-
-def _plugin(plugin: NamedPlugin, limit: float | None) -> PluginReward:
-    target, arguments = load_reward(plugin)
-    return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
 
 
 # ---- models to train

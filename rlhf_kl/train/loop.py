@@ -12,7 +12,7 @@ from rlhf_kl.clock import speed
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import EngineFailed
-from rlhf_kl.events import Event, GoldFailed, UpdateSkipped, WeightsLost, worded
+from rlhf_kl.events import Event, UpdateSkipped, WeightsLost, worded
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
@@ -146,8 +146,6 @@ class TrainLoop:
         row = update_row(update, trainer.settings)
         seconds = clock.read()
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        if rollout.failures:
-            events.append(GoldFailed(rollout.failures[0]))
         if not all(self.ranks.all(all_finite(map(local, trainer.trained)))):
             events.append(WeightsLost())
         row |= seconds | {
@@ -268,7 +266,7 @@ class TrainLoop:
         card = model_card(self.config, rows, row, adapter=has_adapter(self.setup.policy.module))
         with ui.progress("writing final/"):
             write_final(self.run.folder.final, self.trainer.model, self.setup, card, keep=self.ranks.writes)
-        closing = closing_figures([*rows, row], self.config.kl.unit)
+        closing = closing_figures([*rows, row], self.config.kl.unit, self.config.eval.watched)
         return self.run.finish(
             steps=step,
             episodes=step * self.config.rollout.batch_size,

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_kl.models.tokens import decode_behind
 from rlhf_kl.ppo.heldout import SHOWN, HeldOut, Samples
 from rlhf_kl.run.log import HELD_OUT
-from rlhf_kl.types import GOLD, REWARD, RolloutBatch
+from rlhf_kl.types import REWARD, RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
 BY_KL = 2  # those whose own KL is largest
@@ -41,7 +41,6 @@ def sample_rows(
                 "response": rollout.responses[i],
                 "chosen": chosen,
                 "score": score_at(rollout.scores.get(REWARD, ()), i),
-                "gold": score_at(rollout.scores.get(GOLD, ()), i),
                 "kl": float(rollout.exact_kl[i].sum()),
                 "tokens": token_rows(tokenizer, *(column[i][rollout.mask[i]].tolist() for column in of_tokens)),
             }
@@ -63,7 +62,8 @@ def heldout_rows(
         scores = [math.nan if (score := score_at(samples.scores, j)) is None else score for j in every]
         order = from_median(scores)
         j = every[order[0] if order[1:] else 0]
-        row = {"response": samples.texts[j], "score": score_at(samples.scores, j), "gold": score_at(samples.gold, j)}
+        row = {"response": samples.texts[j], "score": score_at(samples.scores, j)}
+        row |= {name: score_at(each, j) for name, each in samples.watched.items()}
         if order[1:]:
             row |= {"score_mean": fmean(scores[k] for k in order), "of": len(order)}
         return row | ({"kl": samples.kl[j], "tokens": token_rows(tokenizer, *samples.tokens[j])} if with_tokens else {})

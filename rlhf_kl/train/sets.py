@@ -9,8 +9,9 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from rlhf_kl import ui
+from rlhf_kl.config.schema.eval import EvalSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
-from rlhf_kl.config.schema.training import EvalSection, PromptsSection
+from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.files import load_rows
 from rlhf_kl.data.rows import (
     Example,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlhf_kl.config.named import scorers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.prepare import prepare_prompts
@@ -68,10 +69,10 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     policy, tokenizer = LM(loaded.model.to(loader.device), loader.dtype), loaded.tokenizer
     reference, is_initial_policy = build_reference(config, frozen, loaded)
-    scorers = frozen.scorers(config.reward)
+    scorers = frozen.scorers(scorers_of(config), config.reward.time_limit)
     prompts, heldout = build_streams(config, resolved.rows, policy.model, tokenizer)
-    for stream in (prompts, heldout):
-        scorers.columns_of(stream.table)
+    scorers.trained.columns_of(prompts.table)
+    scorers.columns_of(heldout.table)
     with blame("eval.texts"):
         check_vocabulary(policy.model, tokenizer, encode_all(tokenizer, resolved.texts))
     scorers.begin(1, config.updates)
@@ -233,7 +234,7 @@ def frozen_models(setup: Setup) -> list[Any]:
 
 def fingerprints(setup: Setup) -> dict[str, str]:
     """Fingerprints of content that a resumed run needs unchanged, by config key."""
-    read = setup.scorers.columns_of(setup.prompts.table)
+    read = setup.scorers.trained.columns_of(setup.prompts.table)
     columns = [repr(value) for column in read for values in column.values() for value in values]
     prints = {
         "reference.model": model_fingerprint(setup.reference),

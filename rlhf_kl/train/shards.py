@@ -18,6 +18,7 @@ def shard_models(config: TrainConfig, setup: Setup, device: torch.device) -> Non
     The embeddings and the head of a frozen model stay whole: each pass in training needs the reference's.
     """
     policy, frozen = setup.policy, frozen_models(setup)
+    watched = [reward.model for reward in setup.scorers.watched.models.values()]
     if config.policy.shard:
         if not Path(config.run.output_dir).is_dir():
             raise InputError(
@@ -32,4 +33,5 @@ def shard_models(config: TrainConfig, setup: Setup, device: torch.device) -> Non
             raise InputError(f"reference.shard: a {type(each).__name__} does not name its layers: set it to false")
         shard(layers, device, policy.dtype, policy.dtype)
         bring(each, device, torch.float32)
-        setup.sharded.append(each)
+        if each not in watched:  # which rollouts do not need
+            setup.sharded.append(each)

@@ -165,8 +165,6 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
     empty = float((samples.lengths <= 1).float().mean())
     if empty > MANY_EMPTY:
         log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
-    for failure in samples.failures[:1]:
-        log.warning(f"{failure}: the reference has no true score")
     return samples.shaped(shaping, normalize=section.normalize)
 
 
@@ -234,7 +232,7 @@ def try_reward(config: TrainConfig, setup: Setup) -> None:
     noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "reward tried")
     with library_state_kept(), setup.scorers.kept():
         responses, _ = sample(setup.policy, prompts, noise, sampling, setup.tokenizer)
-        setup.scorers.trained(responses)
+        setup.scorers(responses)
     setup.scorers.begin(1, config.updates)  # clears what it logged
 
 

@@ -1,4 +1,4 @@
-"""Paths of files and a scorer in place of `builtin:NAME`."""
+"""Paths of files in place of `builtin:NAME`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ PARTS = {  # of a world, by the config key that names it
     "policy.model": "policy",
     "reference.model": "policy",
     "reward.model": "reward",
-    "reward.gold": "gold",
     "data.prompts": "prompts",
     "eval.prompts": "heldout_prompts",
     "eval.texts": "heldout",
@@ -24,7 +23,6 @@ PARTS = {  # of a world, by the config key that names it
     "data.eval_pairs": "heldout_pairs",
 }
 COMES_WITH = {  # keys that a world fills where the config leaves them null and names the world elsewhere
-    "reward.gold": ("reward.model", "data.prompts"),
     "eval.prompts": ("data.prompts",),
     "data.eval_texts": ("data.texts",),
     "data.eval_pairs": ("data.pairs",),
@@ -32,9 +30,9 @@ COMES_WITH = {  # keys that a world fills where the config leaves them null and 
 
 
 def with_files(config: C, sections: Collection[str] | None = None) -> C:
-    """The config with files, folders and a scorer in place of each `builtin:NAME`.
+    """The config with files and folders in place of each `builtin:NAME`.
 
-    A world's own held-out rows and gold scores stand in for those that the config leaves null. `sections`: only these.
+    A world's own held-out rows stand in for those that the config leaves null. `sections`: only these.
     """
     values = flat(config.model_dump())
 
@@ -43,8 +41,8 @@ def with_files(config: C, sections: Collection[str] | None = None) -> C:
             fields = {name: getattr(value, name) for name in type(value).model_fields}
             expanded = {name: expand(old, f"{key}.{name}".lstrip(".")) for name, old in fields.items()}
             return value.model_copy(update={name: new for name, new in expanded.items() if new is not fields[name]})
-        if key == "reward.terms" and value is not None:
-            return {name: expand(term, "reward") for name, term in value.items()}
+        if key in ("reward.terms", "eval.scorers") and value is not None:
+            return {name: expand(scorer, "reward") for name, scorer in value.items()}
         if sections is not None and key.partition(".")[0] not in sections:
             return value
         if value is None:

@@ -215,7 +215,7 @@ UNLOADED = {
     ],
     "train --config mine.yaml --set policy.model=no/such/model --set reward.gold=thesis": [
         f"policy.model: {NO_MODEL}",
-        "reward.gold: {here}/thesis: the folder has no config.json",
+        "eval.scorers.gold.model: {here}/thesis: the folder has no config.json",
     ],
     "doctor --config mine.yaml --pairs column.jsonl": ["--pairs: column.jsonl: row 1 has no column 'chosen'"],
     "reward-model --config reward_reviews.yaml --set policy.model=no/such/model --set data.pairs=column.jsonl": [

@@ -25,19 +25,26 @@ def alerts(row: dict[str, Any], name: str) -> list[str]:
     return [alert for alert in row["alerts"] if alert.startswith(name)]
 
 
-def test_a_gold_scorer_that_fails_is_reported_once_and_ends_nothing(
-    train: Train, tmp_path: Path, tiny_run: Path
-) -> None:
-    """All through; the run is otherwise the one that has no gold scorer."""
-    (tmp_path / "gold.py").write_text("def broken(prompts, responses):\n    raise OSError('no route to the judge')\n")
-    summary = train(tmp_path / "run", f"reward.gold='{tmp_path}/gold.py:broken'")
+def test_a_scorer_that_fails_is_told_once_and_ends_nothing(train: Train, tmp_path: Path, tiny_run: Path) -> None:
+    """All through; the run is otherwise the one that has no scorers."""
+    (tmp_path / "two.py").write_text(
+        "def broken(prompts, responses):\n    raise OSError('no route to the judge')\n"
+        "def fine(prompts, responses):\n    return [float(len(response)) for response in responses]\n"
+    )
+    summary = train(
+        tmp_path / "run", *(f"eval.scorers.{name}.kind={tmp_path}/two.py:{name}" for name in ("broken", "fine"))
+    )
     found, other = rows(tmp_path / "run"), rows(tiny_run)
-    assert [len(alerts(row, "gold-failed")) for row in found[:6]] == [1, 0, 0, 0, 0, 0]
-    assert "reward.gold: raised OSError: " in alerts(found[0], "gold-failed")[0]
-    assert {row.get("objective/gold") for row in found} == {row.get("eval/gold") for row in found} == {None}
-    assert summary["reference"]["gold"] is None
-    assert found[0]["alerts"][1:] == other[0]["alerts"]
-    assert found[1:] == other[1:]
+    assert [len(alerts(row, "scorer-failed")) for row in found[:6]] == [1, 0, 0, 0, 0, 0]
+    assert "eval.scorers.broken: raised OSError: " in alerts(found[0], "scorer-failed")[0]
+    evaluated = [row for row in found if "eval/perplexity" in row]
+    assert [row["eval/broken"] for row in evaluated] == [None] * 4
+    assert all(row["eval/fine"] > 1 for row in evaluated)
+    assert summary["closing"]["fine"] == [evaluated[0]["eval/fine"], evaluated[-1]["eval/fine"]]
+    assert "broken" not in summary["closing"]
+    found[0]["alerts"].pop(0)
+    names = {f"eval/{name}{end}" for name in ("broken", "fine") for end in ("", "_stderr")}
+    assert [{key: row[key] for key in row if key not in names} for row in found] == other
 
 
 @pytest.mark.quick
@@ -49,7 +56,7 @@ def test_scores_that_are_not_finite_turn_the_run_back_and_then_end_it(
 
     def spoilt(*arguments: Any) -> Any:
         scores = score(*arguments)
-        scores[0]["reward"][1] = math.inf
+        scores["reward"][1] = math.inf
         return scores
 
     def noting(self: Rollouts, step: int) -> Any:

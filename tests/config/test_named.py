@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_kl.config.named import check_named, configured_controller, models_of
+from rlhf_kl.config.named import check_named, configured_controller, models_of, plugins_of
 from rlhf_kl.config.resolve import load_config
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.control import Guard, ScheduledKL, ZieglerKL, make_controller
@@ -82,9 +82,9 @@ PROBLEMS = [
     (
         "kl: {controller: {kind: mine.py:LinearLK}}\nppo: {gamma: 2}\nreward: {gold: mine.py:Blind}",
         [
-            "reward.gold: mine.py has no 'Blind'; did you mean blind?",
             "ppo.gamma must be less than or equal to 1: 2",
             "kl.controller.kind: mine.py has no 'LinearLK'; did you mean LinearKL?",
+            "eval.scorers.gold.kind: mine.py has no 'Blind'; did you mean blind?",
         ],
         [],
     ),
@@ -110,9 +110,17 @@ def test_problems_of_plugins(here: Path, text: str, read: list[str], imported: l
 
 def test_the_models_of_a_config_are_folders_and_names_of_the_hub() -> None:
     terms = {"a": {"model": "owner/a"}, "b": {"kind": "mine.py:brevity"}, "c": {}}
-    raw = {"reference": {"model": "owner/r"}, "reward": {"kind": "sum", "terms": terms, "gold": "owner/g"}}
-    found = models_of(TrainConfig.model_validate(raw))
-    assert found == {"reference.model": "owner/r", "reward.gold": "owner/g", "reward.terms.a.model": "owner/a"}
+    scorers = {"g": {"model": "owner/g"}, "f": {"kind": "mine.py:brevity"}, "none": None}
+    raw = {"reference": {"model": "owner/r"}, "reward": {"kind": "sum", "terms": terms}, "eval": {"scorers": scorers}}
+    config = TrainConfig.model_validate(raw)
+    assert models_of(config) == {
+        "reference.model": "owner/r",
+        "reward.terms.a.model": "owner/a",
+        "eval.scorers.g.model": "owner/g",
+    }
+    assert {plugin.key for plugin in plugins_of(config)} == {
+        "reward.terms.b.kind", "eval.scorers.f.kind", "eval.scorers.gold.kind",
+    }  # fmt: skip
 
 
 def controller(coef: float = 0.3, warmup: int = 0, **section: object) -> Guard:

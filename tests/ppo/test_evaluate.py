@@ -193,7 +193,7 @@ def few_prompts(draws: random.Random, prompts: int = 12, each: int = 15) -> Samp
             made.kl.append(length * math.exp(0.3 * level + draws.gauss(0, 0.2)))
             made.ended.append(draws.random() < 0.5 + 0.4 * math.tanh(level))
             made.scores.append(level + draws.gauss(0, 0.5) if draws.random() < 0.9 else math.nan)
-            made.gold.append(draws.gauss(0, 1))  # alike for all prompts
+            made.watched.setdefault("gold", []).append(draws.gauss(0, 1))  # alike for all prompts
             made.texts.append(" ".join(draws.choices(words, k=length)))
     return made
 
@@ -249,7 +249,7 @@ def twice(prompts: Any, responses: Any) -> list[float]:
     return [2.0 * len(response) for response in responses]
 
 
-WITH_GOLD = Scorers(Scorer("reward", PluginReward(lengths)), Scorer("gold", PluginReward(twice), 0.0))
+WITH_GOLD = Scorers(Scorer("reward", PluginReward(lengths)), Scorer("scorers.gold", PluginReward(twice)))
 
 
 SAMPLING = Sampling(6, 1.0, [2], 0)
@@ -339,7 +339,7 @@ def test_a_policy_that_is_still_its_reference_is_sampled_once(
     policy.model.load_state_dict(later.model.state_dict())
     own, other = keeps.samples()
     anew = held(policy, reference, **options).samples()
-    assert (own, other) == (anew[0], replace(anew[1], scores=[], gold=[]))
+    assert (own, other) == (anew[0], replace(anew[1], scores=[], watched={}))
 
 
 class Part(Ranks):
@@ -372,7 +372,7 @@ def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_proc
         held(*models, scorers=WITH_GOLD, several=True, batch=6, ranks=Part(index, 26)).samples() for index in range(3)
     ]
     for one, parts in zip(pair, (Samples.joined(several) for several in zip(*each, strict=True)), strict=True):
-        assert (one.texts, one.scores, one.gold) == (parts.texts, parts.scores, parts.gold)
+        assert (one.texts, one.scores, one.watched) == (parts.texts, parts.scores, parts.watched)
         assert len(one.tokens) == len(parts.tokens) == 26
     rows = heldout_rows(whole, own, other)
     assert [row["prompt"] for row in rows] == prompts.texts[:2]
@@ -382,6 +382,7 @@ def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_proc
             assert len(set(texts)) > 2
             assert shown["response"] in texts
             assert shown["score"] == len(shown["response"]) == sorted(map(len, texts))[3]
+            assert shown["gold"] == 2 * shown["score"]
             assert (shown["score_mean"], shown["of"]) == (fmean(map(len, texts)), 8)
         assert row["kl"] == pytest.approx(sum(token["kl"] for token in row["tokens"]), abs=1e-5)
     own.scores[:8] = [*[math.nan] * 6, 1.0, 2.0]
@@ -397,7 +398,7 @@ def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make
     same = figures(lm, lm)
     assert same.kl_token == same.forward_kl_token == pytest.approx(0.0, abs=1e-6)
     assert same.scores is None
-    assert same.gold is None
+    assert not hasattr(same, "gold")
 
 
 def test_a_score_that_is_infinite_leaves_the_scores_out_and_is_told() -> None:

@@ -49,9 +49,8 @@ def test_the_tilt_follows_the_gaussian_law_where_kl_is_small(gaussian: Reference
 
 
 def test_constant_scores_buy_nothing() -> None:
-    result = ReferenceScores([1.0] * 64, [0] * 64, 5.0, gold=[2.0] * 64).summary()
+    result = ReferenceScores([1.0] * 64, [0] * 64, 5.0).summary()
     assert result["tilt"] == []
-    assert result["gold"] == 2.0
     assert result["best_of_n"][-1]["gain"] == 0.0
 
 
@@ -82,32 +81,22 @@ def test_responses_are_drawn_and_scored_a_rollouts_batch_at_a_time(
         stream = PromptStream(table, 3, 0)
         return reference_responses(lm, stream, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
 
-    def with_gold(gold: Any) -> Scorers:
-        return Scorers(Scorer("reward", PluginReward(count)), Scorer("gold", PluginReward(gold), 0.0))
-
-    samples = score_samples(drawn(), groups, with_gold(lambda p, r: [float(len(x)) for x in r]), ScoreShaping())
+    scorers = Scorers(Scorer("reward", PluginReward(count)), Scorer("scorers.never", PluginReward(count)))
+    samples = score_samples(drawn(), groups, scorers, ScoreShaping())
     assert sizes == [3, 3, 1]
     assert samples.scores.tolist() == [4.0] * 3 + [1.0] * 3 + [2.0]
     texts = [text for responses, _ in drawn() for text in responses.texts]
-    assert samples.gold.tolist() == [len(text) for text in texts]
     assert samples.lengths.tolist() == [len(row) for responses, _ in drawn() for row in responses.ids]
     whole = PromptStream(table, 7, 0)
     [(once, _)] = reference_responses(lm, whole, groups, Sampling(5, 1.0, [2], 0), letters, seed=0)
     assert once.texts == texts  # noise belongs to a response, not to its place in a batch
     assert len(set(texts[:3])) > 1
-    assert score_samples(drawn(), groups, with_gold(count).trained, ScoreShaping()).gold.isnan().all()
-    failed = score_samples(drawn(), groups, with_gold(lambda p, r: [1.0]), ScoreShaping())
-    assert failed.gold.isnan().all()
-    assert "reward.gold: returned 1 scores" in str(failed.failures)
-    both = ReferenceSamples.concat([samples, failed])
-    assert both.failures == failed.failures
-    assert both.shaped(ScoreShaping(), normalize=False)[0].gold is None
 
 
 def samples_of(scores: list[float], shaping: ScoreShaping) -> ReferenceSamples:
     rows = len(scores)
     penalties = shaping.penalties([[1] * 4] * rows, torch.tensor([True] * (rows - 1) + [False]))
-    return ReferenceSamples(torch.tensor(scores), torch.full((rows,), 4), penalties, [0] * rows, torch.zeros(rows), [])
+    return ReferenceSamples(torch.tensor(scores), torch.full((rows,), 4), penalties, [0] * rows)
 
 
 def test_the_scale_is_fitted_to_the_samples_and_penalties_come_off() -> None:
@@ -164,7 +153,7 @@ def test_a_reference_sample_keeps_its_prompt_where_another_has_no_score() -> Non
     responses = Responses(prompts, ["x", "y", "z"], sampled.rows())
 
     def scorers(*_: Any) -> Any:
-        return {"reward": torch.tensor([1.0, math.nan, 3.0])}, []
+        return {"reward": torch.tensor([1.0, math.nan, 3.0])}
 
     drawn: Any = iter([(responses, sampled)])
     found = score_samples(drawn, [7, 8, 9], scorers, ScoreShaping(length_penalty=1.0))  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make)
 def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
     (prompts, texts, _), sampled = setup.responses, setup.sampled
     one = PluginReward(lambda p, r: [1.0] * len(r))
-    reward = Scorers(Scorer("terms.x", PluginReward(lengths), 2.0), Scorer("terms.y", one), Scorer("gold", one, 0.0))
+    reward = Scorers(Scorer("terms.x", PluginReward(lengths), 2.0), Scorer("terms.y", one), Scorer("scorers.z", one))
     rollout = setup.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))
     assert torch.equal(rollout.response_ids, sampled.ids)
     assert torch.equal(rollout.mask, sampled.mask)
@@ -117,7 +117,7 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
     assert (rollout.prompts, rollout.responses) == (list(TEXTS), texts)
     assert rollout.scores["reward"].tolist() == [2.0 * len(text) + 1.0 for text in texts]
     assert rollout.scores["terms.x"].tolist() == [2.0 * len(text) for text in texts]
-    assert rollout.scores["gold"].tolist() == [1.0] * len(texts)
+    assert list(rollout.scores) == ["reward", "terms.x", "terms.y"]  # the other one never trains
     assert 0 < int(sampled.ended.sum()) < len(TEXTS)
     missing = [0.0 if ended else 0.5 for ended in sampled.ended]
     assert rollout.penalties["missing_eos"].tolist() == missing

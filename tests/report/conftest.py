@@ -42,10 +42,13 @@ def grid(write_run: Write, metrics_rows: Rows) -> Callable[..., Comparison]:
                 length = (updates or {}).get(seed, LENGTH)
                 last = kl * (1 + 0.01 * seed)
                 rows = metrics_rows([last * min(1, step / 10) for step in range(length)], coef=coef)
+                if gain is not None:
+                    rows[-1]["eval/gold"] = gain(math.sqrt(rows[length - 1]["kl/sequence"]))
                 for row in rows[:length]:
                     if gain is not None:
                         row["objective/scores_shaped"] = gain(math.sqrt(row["kl/sequence"]))
-                        row["objective/gold"] = row["objective/scores_shaped"]
+                    if gain is not None and "eval/gold" in row:
+                        row["eval/gold"] = row["objective/scores_shaped"]
                     # Noise of the seed, the same for all variants: pairs take it away.
                     row["objective/scores_shaped"] += 0.3 * math.sin(seed) + (extra or {}).get(name, 0.0)
                 config = {
@@ -53,7 +56,7 @@ def grid(write_run: Write, metrics_rows: Rows) -> Callable[..., Comparison]:
                     "kl": {"controller": {"kind": kind, "coef": coef}, "ceiling": (ceiling or {}).get(name)},
                     "ppo": {"total_episodes": 64 * LENGTH},
                 }
-                noise = {"scores_shaped": 0.3 * math.sin(seed), "scores_spread": 1.0, "gold": 0.0}
+                noise = {"scores_shaped": 0.3 * math.sin(seed), "scores_spread": 1.0}
                 paths.append(write_run(f"{name}-s{seed}", rows, config=config, summary={"reference": noise}))
         return read_comparison(paths)
 

@@ -47,11 +47,16 @@ def test_a_run_that_is_cut_off_and_one_that_a_guard_stopped(write_run: Write, me
 def test_gains_are_over_the_reference_s_own_samples_or_else_the_first_update(
     write_run: Write, metrics_rows: Rows
 ) -> None:
-    summary, rows = {"reference": {"scores_shaped": -0.5, "gold": None}}, metrics_rows([0.1] * 60)
+    summary, rows = {"reference": {"scores_shaped": -0.5}}, metrics_rows([0.1] * 60)
     run = read_run(write_run("done", rows, config=SIXTY, summary=summary))
-    assert (run.gain("objective/scores_shaped"), run.gain("objective/gold")) == pytest.approx((2.5, 0.0))
+    assert (run.gain("objective/scores_shaped"), run.gain("eval/gold")) == pytest.approx((2.5, 0.0))
     other = read_run(write_run("other", rows, config=SIXTY | {"reference": {"model": "another/model"}}))
-    assert other.gain("objective/gold") is None
+    assert other.gain("eval/gold") is None
+    rows[0]["eval/reference_gold"] = -2.0
+    known = read_run(write_run("known", rows, config=SIXTY | {"reference": {"model": "another/model"}}))
+    assert known.figures["gold_gain"] == pytest.approx(rows[-1]["eval/gold"] + 2.0)
+    begun = read_run(write_run("begun", rows[:5], config=SIXTY))
+    assert begun.figures["gold_gain"] is None
 
 
 def test_a_kl_that_was_not_finite(write_run: Write, metrics_rows: Rows) -> None:

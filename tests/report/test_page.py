@@ -101,7 +101,7 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
     assert not re.search(r"<[bi]>", text)
     assert "$<b>static<i>$ 0.1x" in unescape(text)
     assert "30x the target, up to 30x" in text
-    assert text.count("<svg") == 4 + 6
+    assert text.count("<svg") == 4 + 7
     places = re.findall(r'<a href="([^"]+)">seed [01]</a>', text)
     assert len(places) == 8
     assert all((tmp_path / "out" / unquote(place)).is_file() for place in places)
@@ -114,4 +114,4 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
     assert "best of n 0 to 2" in text  # for who cannot see the chart
     assert "<script" not in text
     drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert drawn == {"compare", "score", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}
+    assert drawn == {"compare", "score", "eval-gold", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}

@@ -13,7 +13,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.pretrained import load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.rewards.scorer import Scorer, Scorers, mean_metrics, mean_score
+from rlhf_kl.rewards.scorer import Scorer, Scorers, mean_metrics
 from tests.made import BATCH, first_of
 
 
@@ -28,31 +28,41 @@ def sum_of(**terms: tuple[float, Any]) -> Scorers:
 def test_a_sum_and_what_each_term_adds_to_it() -> None:
     """As TRL adds up several functions: None adds nothing, and a response without any score has none."""
     x, y = returns([1.0, None, None]), returns([10.0, 20.0, None])
-    values, failures = sum_of(x=(2.0, x), y=(-0.5, y))(BATCH)
-    assert failures == []
+    values = sum_of(x=(2.0, x), y=(-0.5, y))(BATCH)
     assert values["reward"][:2].tolist() == [-3.0, -10.0]
     assert values["reward"].isnan().tolist() == [False, False, True]
     assert values["terms.x"][0] == 2.0
     assert values["terms.y"][:2].tolist() == [-5.0, -10.0]
     assert values["terms.x"].isnan().tolist() == [False, True, True]
-    assert mean_score(values["terms.y"]) == -7.5
 
 
 def test_a_term_of_weight_0_is_no_score() -> None:
-    values, _ = sum_of(x=(1.0, returns([1.0, None, 2.0])), watched=(0.0, returns([5.0, 5.0, 5.0])))(BATCH)
+    values = sum_of(x=(1.0, returns([1.0, None, 2.0])), watched=(0.0, returns([5.0, 5.0, 5.0])))(BATCH)
     assert values["reward"].isnan().tolist() == [False, True, False]
 
 
-def test_a_failing_scorer_is_named_by_its_key_and_gold_costs_its_scores_alone() -> None:
-    good, bad = returns([1.0, 2.0, 3.0]), returns([1.0])
-    with pytest.raises(InputError, match=r"^reward\.terms\.y: returned 1 scores"):
-        sum_of(x=(1.0, good), y=(1.0, bad))(BATCH)
-    values, failures = Scorers(Scorer("reward", good), Scorer("gold", bad, 0.0))(BATCH)
-    assert values["reward"].tolist() == [1.0, 2.0, 3.0]
-    assert values["gold"].isnan().all()
-    (failure,) = failures
-    assert re.match("reward.gold: returned 1 .*'first'", failure)
-    assert mean_score(values["gold"]) is mean_score(None) is None
+def test_a_failing_scorer_is_named_by_its_key_and_one_that_never_trains_costs_its_scores_alone() -> None:
+    good, bad, calls = returns([1.0, 2.0, None]), returns([1.0]), list[int]()
+    for weight in (1.0, 0.0):
+        with pytest.raises(InputError, match=r"^reward\.terms\.y: returned 1 scores"):
+            sum_of(x=(1.0, good), y=(weight, bad))(BATCH)
+
+    def fails(prompts: Any, responses: Any) -> Any:
+        raise ValueError(calls.append(1))
+
+    every = {"reward": good, "scorers.good": good, "scorers.bad": bad, "scorers.fails": PluginReward(fails)}
+    scorers, failures = Scorers(*(Scorer(name, call) for name, call in every.items())), dict[str, str]()
+    assert scorers(BATCH)["reward"].tolist()[:2] == [1.0, 2.0]
+    for _ in range(2):
+        found = scorers.watch(BATCH, failures)
+        assert found["good"][:2] == [1.0, 2.0]
+        assert list(map(math.isnan, [*found["good"], *found["bad"], *found["fails"]])) == [False] * 2 + [True] * 7
+    assert len(calls) == 1  # one that failed is not asked again
+    assert list(failures) == ["bad", "fails"]
+    assert re.match("returned 1 .*'first'", failures["bad"])
+    assert Scorer("scorers.bad", bad).key == "eval.scorers.bad"
+    assert [scorer.name for scorer in scorers.trained.scorers] == ["reward"]
+    assert not Scorers(Scorer("scorers.good", good))(BATCH)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -63,8 +73,12 @@ def test_a_reward_models_score_that_is_not_finite_is_a_score(tiny_reward_folder:
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids("d")] = value
     terms = sum_of(model=(0.5, RewardModel(model, tokenizer)), count=(2.0, returns([1.0, -1e38, 1.0])))
-    values, _ = terms(BATCH._replace(texts=["bb", "dd", "cc"]))
+    values = terms(BATCH._replace(texts=["bb", "dd", "cc"]))
     assert values["terms.model"].isinf().tolist() == values["reward"].isinf().tolist() == [False, True, False]
+    failures = dict[str, str]()
+    alone = Scorers(Scorer("scorers.model", RewardModel(model, tokenizer)))
+    assert all(map(math.isnan, alone.watch(BATCH._replace(texts=["bb", "dd", "cc"]), failures)["model"]))
+    assert "finite" in failures["model"]
 
 
 class Counts:
@@ -91,17 +105,19 @@ class Fails(Counts):
 
 def scorers(kind: Callable[..., Any] = Counts) -> Scorers:
     one, two = PluginReward(kind, {"start": 10}), PluginReward(Counts, {"start": 30})
-    return Scorers(Scorer("terms.a", one), Scorer("terms.b", returns([0.0])), Scorer("gold", two, 0.0))
+    return Scorers(Scorer("terms.a", one), Scorer("terms.b", returns([0.0])), Scorer("scorers.gold", two))
 
 
 def test_states_go_into_a_checkpoint_and_back_and_an_evaluation_leaves_them_as_they_were() -> None:
     made, again = scorers(), scorers()
     made(first_of(BATCH, 1))
+    made.watch(first_of(BATCH, 1), {})
     states = made.state_dict()
-    assert states == {"terms.a": {"seen": 11}, "gold": {"seen": 31}}
+    assert states == {"terms.a": {"seen": 11}, "scorers.gold": {"seen": 31}}
     again.load_state_dict(states)
     with again.kept():
         again(first_of(BATCH, 1))
+        again.watch(first_of(BATCH, 1), {})
     assert again.state_dict() == states
 
 

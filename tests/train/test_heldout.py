@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.config.schema.training import EvalSection
+from rlhf_kl.config.schema.eval import EvalSection
 from rlhf_kl.train import sets
 from rlhf_kl.train.evaluation import evaluate_policy
 from rlhf_kl.train.resolved import resolve

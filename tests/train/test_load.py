@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from rlhf_kl.config.named import scorers_of
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.eval import EvalSection
 from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
-from rlhf_kl.config.schema.training import EvalSection, PromptsSection
+from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.rows import Labelled, Pair, PromptRow, read_texts
 from rlhf_kl.errors import InputError
 from rlhf_kl.train import sets
@@ -41,9 +43,9 @@ def test_a_built_in_world_stands_behind_its_name(loader: Loader) -> None:
     read = partial(read_texts, column="text")
     assert len(sets.load("eval.texts", config.eval.texts, "test", read)) == 60
     assert len(sets.load("eval.texts", config.eval.texts, "test", read, 7)) == 7
-    scorers = loader.scorers(config.reward)
+    scorers = loader.scorers(scorers_of(config))
     assert scorers.model is not None
-    assert scorers(answered("The hotel in Oslo:", ""))[0]["gold"].tolist() == [-4.0]
+    assert scorers.watch(answered("The hotel in Oslo:", ""), {}) == {"gold": [-4.0]}
 
 
 @pytest.mark.parametrize("base", ["/home/ana/old/llama", "./llama"])
@@ -135,13 +137,11 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
         "b": {"kind": tiny_data.reward, "letter": "b", "weight": -1.0},
         "model": {"model": str(tiny_reward_folder), "weight": 0.5},
     }
-    section = RewardSection.model_validate({"kind": "sum", "terms": terms, "gold": tiny_data.reward})
-    together = loader.scorers(section)(answered("x", "aab"))[0]
-    alone = float(loader.scorers(RewardSection(model=str(tiny_reward_folder)))(answered("x", "aab"))[0]["reward"])
-    assert float(together["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
-    assert float(together["gold"]) == 0.25
-
-
-def test_gold_can_be_left_out(loader: Loader, tiny_data: Any) -> None:
-    section = RewardSection(kind=tiny_data.reward, gold=tiny_data.reward)
-    assert set(loader.scorers(section, gold=False)(answered("x", "aa"))[0]) == {"reward"}
+    watched = {"same": {"model": str(tiny_reward_folder)}, "count": {"kind": tiny_data.reward, "letter": "b"}}
+    raw = {"reward": {"kind": "sum", "terms": terms}, "eval": {"texts": "t.txt", "scorers": watched}}
+    together = loader.scorers(scorers_of(TrainConfig.model_validate(raw | {"data": {"prompts": "p.txt"}})))
+    one = answered("x", "aab")
+    alone = float(loader.scorers({"reward": RewardSection(model=str(tiny_reward_folder))})(one)["reward"])
+    assert float(together(one)["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
+    assert together.watch(one, {}) == {"same": [alone], "count": [0.125]}
+    assert together.column_names == []

@@ -104,15 +104,15 @@ def test_each_key_gets_its_own_part() -> None:
     files = with_files(config)
     assert (files.policy, files.eval.texts) == (config.policy, "t.txt")
     assert [files.data.prompts, files.eval.prompts] == [str(part("prompts")), str(part("heldout_prompts"))]
-    assert files.reward.gold == GOLD
+    assert files.eval.watched["gold"].kind == GOLD
     assert with_files(files) == files
     assert with_files(config, ("policy", "reference")) == config
     terms = {"a": {"kind": "model", "model": SMALL}, "b": {"kind": "mine.py:score"}}
-    summed = TrainConfig.model_validate(written | {"reward": {"kind": "sum", "terms": terms, "gold": "mine.py:score"}})
-    reward = with_files(summed).reward
-    assert reward.terms is not None
-    assert (reward.terms["a"].model, reward.terms["b"].model) == (str(part("reward")), None)
-    assert reward.gold == "mine.py:score"
+    written |= {"eval": {"texts": "t.txt", "scorers": terms | {"gold": None}}}
+    summed = with_files(TrainConfig.model_validate(written | {"reward": {"kind": "sum", "terms": terms}}))
+    for scorers in (summed.reward.terms, summed.eval.watched):
+        assert scorers is not None
+        assert {name: scorer.model for name, scorer in scorers.items()} == {"a": str(part("reward")), "b": None}
 
 
 def test_a_world_that_there_is_not_is_named() -> None:

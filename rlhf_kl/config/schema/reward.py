@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rlhf_kl.config.schema.sections import (
     Name,
     NonNegative,
-    OptionalScorer,
     OptionalSource,
     Plugin,
     Positive,
@@ -102,9 +101,12 @@ class RewardSection(ScorerSection):
     repetition_penalty: NonNegative = 0.0
     """Subtracted from the score, times the share of the response's three-token runs that are repetitions."""
     time_limit: Positive | None = None
-    """Seconds that a reward function may take per batch, in a separate thread; null = no limit, in the main thread."""
-    gold: OptionalScorer = None
-    """A second scorer, which gives the true score: it is only logged. builtin:reviews has its own."""
+    """Seconds that a function may take per batch, one of eval.scorers too; null = no limit.
+
+    With a limit it runs in a separate thread.
+    """
+    gold: Name | None = Field(default=None, exclude=True)
+    """Another way to write eval.scorers.gold: a model or a function."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

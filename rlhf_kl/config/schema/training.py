@@ -10,6 +10,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from rlhf_kl.builtin.world import DEFAULT_WORLD, is_builtin
 from rlhf_kl.config.schema.control import KLSection
+from rlhf_kl.config.schema.eval import EvalSection, with_gold
 from rlhf_kl.config.schema.reward import RewardSection
 from rlhf_kl.config.schema.sections import (
     LARGEST,
@@ -33,6 +34,7 @@ from rlhf_kl.config.schema.sections import (
     require_divides,
     with_world,
 )
+from rlhf_kl.errors import suggestion
 
 
 class PolicySection(TunedSection):
@@ -193,60 +195,15 @@ def minibatch_rows(ppo: PPOSection, rollout: RolloutSection) -> int:
     return rollout.batch_size // steps
 
 
-# What `auto` stands for: the seven evaluations of 60 updates of 32 responses take at most 15 % of the run's time.
-EVERY = 10
-RESPONSES = 24
-MOST_TEXTS = 200
-
-
-class EvalSection(Section):
-    every: Count | Literal["auto"] = "auto"
-    """Updates between two evaluations; the first is before the first update, the last after the last one. auto = 10.
-
-    With the default sizes they take at most 15 % of the time of 60 updates of 32 responses.
-    """
-    texts: Source
-    """Held-out texts for the perplexity: .jsonl .json .csv .parquet .txt, a hub id, or builtin:NAME.
-
-    Default: the texts of the built-in policy.
-    """
-    column: Name = "text"
-    """Column or key of the text."""
-    prompts: OptionalSource = None
-    """Held-out prompts to score, with the same columns as data.prompts; null = those that belong to data.prompts."""
-    split: Name = "test"
-    """Split of a hub id or folder in `texts` and `prompts`."""
-    responses: Count | Literal["auto"] = "auto"
-    """Responses to held-out prompts in an evaluation of a run, one to each or, of fewer prompts, more. auto = 24."""
-    max_documents: Count | Literal["auto"] | None = "auto"
-    """Maximum number of texts, drawn at random; null = all.
-
-    auto = 200, of which the evaluations of a run read so many as have 8,000 characters together.
-    """
-
-    @property
-    def updates_between(self) -> int:
-        """Updates between two evaluations."""
-        return EVERY if self.every == "auto" else self.every
-
-    @property
-    def most_responses(self) -> int:
-        """Responses in an evaluation."""
-        return RESPONSES if self.responses == "auto" else self.responses
-
-    @property
-    def most_texts(self) -> int | None:
-        """Texts that are drawn; None = all."""
-        return MOST_TEXTS if self.max_documents == "auto" else self.max_documents
+BEST = ("objective/scores", "objective/scores_shaped", "eval/scores", "eval/perplexity")  # beside the scorers
 
 
 class TrainCheckpointSection(CheckpointSection):
-    best: (
-        Literal["objective/scores", "objective/scores_shaped", "eval/scores", "eval/gold", "eval/perplexity"] | None
-    ) = None
+    best: Name | None = None
     """Also keep the checkpoint with the best value of this metric (lowest perplexity, else highest); null = none.
 
-    Where beta follows the KL, a policy counts only with a KL of at most 1.25 times the target.
+    objective/scores, objective/scores_shaped, eval/scores, eval/perplexity, or eval/NAME of a scorer. Where beta
+    follows the KL, a policy counts only with a KL of at most 1.25 times the target.
     """
 
 
@@ -283,6 +240,7 @@ class TrainConfig(Section):
             own = isinstance(scorer, dict) and scorer.get("kind", "model") == "model" and scorer.get("model") is None
             if own and is_builtin(world):
                 scorer["model"] = str(world)
+        with_gold(raw)
         return raw
 
     @property
@@ -339,3 +297,13 @@ class TrainConfig(Section):
                     "is compared with the others to its prompt"
                 )
         return ppo
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _measured(cls, checkpoint: TrainCheckpointSection, info: ValidationInfo) -> TrainCheckpointSection:
+        held: EvalSection | None = info.data.get("eval")
+        if held is not None and checkpoint.best is not None:
+            known = [*BEST, *(f"eval/{name}" for name in held.watched)]
+            if checkpoint.best not in known:
+                refuse(f"checkpoint.best: {checkpoint.best!r} is not measured{suggestion(checkpoint.best, known)}")
+        return checkpoint
