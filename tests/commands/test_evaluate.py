@@ -28,7 +28,7 @@ def with_errors(*names: str) -> set[str]:
 
 
 TEXT_KEYS = with_errors("perplexity", "nats_per_token") | {"bits_per_byte", "tokens", "bytes", "documents"}
-OF_BOTH = with_errors("scores", "gold", "length", "eos_rate", "distinct_2")
+OF_BOTH = with_errors("scores", "length", "eos_rate", "distinct_2")
 POLICY_KEYS = OF_BOTH | with_errors("kl_token", "kl_sequence", "forward_kl_token")
 POLICY_KEYS |= {"unscored", "prompts", "responses", "texts"}
 

@@ -40,7 +40,7 @@ def test_a_scorer_that_fails_is_told_once_and_ends_nothing(train: Train, tmp_pat
     evaluated = [row for row in found if "eval/perplexity" in row]
     assert [row["eval/broken"] for row in evaluated] == [None] * 4
     assert all(row["eval/fine"] > 1 for row in evaluated)
-    assert summary["closing"]["fine"] == [evaluated[0]["eval/fine"], evaluated[-1]["eval/fine"]]
+    assert summary["closing"]["fine"] == (evaluated[0]["eval/fine"], evaluated[-1]["eval/fine"])
     assert "broken" not in summary["closing"]
     found[0]["alerts"].pop(0)
     names = {f"eval/{name}{end}" for name in ("broken", "fine") for end in ("", "_stderr")}

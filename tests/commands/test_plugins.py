@@ -75,7 +75,7 @@ class Right:
     def __call__(self, prompts, responses, *, answer, points):
         return right(prompts, responses, answer, points, self.bonus)
 
-def gold(prompts, responses, answer):
+def same(prompts, responses, answer):
     return [float(a == p[::-1]) for p, a in zip(prompts, answer)]
 """
 
@@ -108,12 +108,12 @@ def checked(train: Train, tmp_path: Path) -> Checked:
 
 def test_every_response_is_checked_by_the_row_of_its_prompt(checked: Checked, tmp_path: Path) -> None:
     terms = "{{one: {{kind: '{mine}:right', weight: 2.0}}, two: {{kind: '{mine}:Right', bonus: 0.5}}}}"
-    reward = f"reward={{{{kind: sum, terms: {terms}, gold: '{{mine}}:gold'}}}}"
-    found, samples = checked(CHECKER, reward)
-    assert [row["objective/gold"] for row in found] == [1.0] * 6
+    settings = f"reward={{{{kind: sum, terms: {terms}}}}}", "eval.scorers.same.kind={mine}:same"
+    found, samples = checked(CHECKER, *settings)
+    assert [row["eval/same"] for row in found if "eval/same" in row] == [1.0] * 3
     assert all(sample["columns"]["answer"] == sample["prompt"][::-1] for sample in samples)
     unfinished(tmp_path / "run", tmp_path / "crashed", kept=4)
-    assert checked(CHECKER, reward, folder="crashed", resume=True)[1] == samples
+    assert checked(CHECKER, *settings, folder="crashed", resume=True)[1] == samples
 
 
 def test_responses_without_a_score_are_left_out(checked: Checked) -> None:

@@ -73,7 +73,7 @@ RUNS = {  # what is called when the run dies, at which call, and the run
         Rollouts,
         "sample",
         4,
-        ["ppo.advantage=rloo", "rollout.samples_per_prompt=4", "reward={{kind: '{draws}', gold: '{draws}'}}"],
+        ["ppo.advantage=rloo", "rollout.samples_per_prompt=4", "reward.kind={draws}", "eval.scorers.x.kind={draws}"],
     ),
 }
 
@@ -171,7 +171,7 @@ def test_a_disk_that_fills_while_the_policy_is_written(
 def test_one_seed_is_one_run_and_an_evaluation_does_not_disturb_it(train: Train, tmp_path: Path) -> None:
     """Its scores are random, and depend on what was scored before."""
     (tmp_path / "draws.py").write_text(DRAWS)
-    settings = [f"reward.{key}={tmp_path}/draws.py:Drawing" for key in ("kind", "gold")]
+    settings = [f"{key}.kind={tmp_path}/draws.py:Drawing" for key in ("reward", "eval.scorers.x")]
     for often in (1, 6):
         train(tmp_path / f"every {often}", *settings, f"eval.every={often}")
     for one, other in zip(rows(tmp_path / "every 1"), rows(tmp_path / "every 6"), strict=True):

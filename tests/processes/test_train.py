@@ -41,7 +41,7 @@ VARIANTS: dict[str, list[str]] = {
     "sharded-ceiling": ["kl.ceiling.value=0.002", "ppo.learning_rate=5.0e-3", "kl.target=0.001"],
     "sharded-rloo": ["ppo.advantage=rloo", "rollout.samples_per_prompt=4"],
     "sharded-recompute": ["policy.gradient_checkpointing=true"],
-    "sharded-gold": ["reward.gold=GOLD"],
+    "sharded-scorer": ["eval.scorers.x.model=GOLD"],
     "sharded-microbatches": ["ppo.microbatch_size=2"],
     "sharded-half": ["policy.model=HALF"],
     "frozen-ceiling": ["reference.model=OTHER", "kl.ceiling.value=0.02", "kl.target=0.01"],
