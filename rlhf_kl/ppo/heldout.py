@@ -207,36 +207,36 @@ def text_figures(parts: Sequence[TextSums]) -> dict[str, Any]:
     }
 
 
-def figures_of(own: Samples, other: Samples, events: list[Event]) -> dict[str, Any]:
+def figures_of(own: Samples, other: Samples, events: list[Event], more: Samples | None = None) -> dict[str, Any]:
     """The figures of a model's samples, with its KL from the other one's, and their standard errors.
 
-    KL in nats; scores are raw, over what was scored. `events` gets what is left out.
+    KL in nats; scores are raw, over what was scored, and `more` samples. `events` gets what is left out.
     """
-    events += [ScorerFailed(name, failure) for name, failure in own.failures.items()]
-    known = [score for score in own.scores if not math.isnan(score)]
-    unscored = len(own.scores) - len(known)
-    if math.inf in map(abs, known):
-        events.append(EvalScores())
-        known = []
+    scored = own if more is None else Samples.joined([own, more])
     return {
         "kl_token": sum(own.kl) / sum(own.lengths),
         "kl_sequence": fmean(own.kl),
         "forward_kl_token": sum(other.kl) / sum(other.lengths),
-        "scores": fmean(known) if known else None,
-        "unscored": unscored,
-        **{name: None if name in own.failures else mean_score(scores) for name, scores in own.watched.items()},
+        **errors_of(own),
+        **score_figures(scored, events),
         "length": fmean(own.lengths),
         "eos_rate": fmean(own.ended),
         "distinct_2": distinct_2(own.texts),
-        **errors_of(own),
         f"forward_kl_token{STDERR}": errors_of(other)[f"kl_token{STDERR}"],
     }
 
 
-def mean_score(scores: Sequence[float]) -> float | None:
-    """Over the scored responses; None without any."""
-    known = [score for score in scores if not math.isnan(score)]
-    return fmean(known) if known else None
+def score_figures(own: Samples, events: list[Event]) -> dict[str, Any]:
+    """The mean scores of a model's samples, of each scorer that never trains too, and their standard errors."""
+    events += [ScorerFailed(name, failure) for name, failure in own.failures.items()]
+    columns = {"scores": own.scores, **own.watched}
+    known = {name: [score for score in scores if not math.isnan(score)] for name, scores in columns.items()}
+    unscored, errors = len(own.scores) - len(known["scores"]), errors_of(own)
+    if math.inf in map(abs, known["scores"]):
+        events.append(EvalScores())
+        known["scores"] = []
+    means = {name: fmean(scores) if scores and name not in own.failures else None for name, scores in known.items()}
+    return {**means, "unscored": unscored, **{f"{name}{STDERR}": errors[f"{name}{STDERR}"] for name in columns}}
 
 
 def own_figures(own: Samples) -> dict[str, Any]:

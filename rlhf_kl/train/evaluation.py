@@ -13,11 +13,11 @@ WITH_ERRORS = ("perplexity", "scores", "kl_token")
 
 
 def evaluate_policy(
-    held: HeldOut, began_as_reference: bool, step: int, events: list[Event]
+    held: HeldOut, began_as_reference: bool, step: int, events: list[Event], more: HeldOut | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
 
-    `events` gets what is left out. Errors: InputError from a reward.
+    `events` gets what is left out. `more`: further prompts, for the scores. Errors: InputError from a reward.
     """
     assert held.reference is not None
     same = step == 1 and began_as_reference  # then these are the reference's figures too
@@ -25,7 +25,7 @@ def evaluate_policy(
     of_reference = held.perplexity(held.reference) if step == 1 and not same else None
     every, others = held.samples(same=same)
     own, other = every.pick(held.firsts), others.pick(held.firsts)
-    figures = texts | figures_of(own, other, events)
+    figures = texts | figures_of(own, other, events, None if more is None else more.samples()[0])
     with_errors = (*WITH_ERRORS, *own.watched)
     row = {f"eval/{name}": figures[name] for name in (*ROW, *with_errors, *(name + STDERR for name in with_errors))}
     if of_reference is not None:

@@ -34,7 +34,7 @@ from rlhf_kl.train.resolved import resolve
 from rlhf_kl.train.samples import sample_rows
 from rlhf_kl.train.setup import Setup, build_setup
 from rlhf_kl.train.shards import shard_models
-from rlhf_kl.train.start import Training, check_sizes, prepare_training
+from rlhf_kl.train.start import Training, check_sizes, held_out, prepare_training
 from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import log
 
@@ -129,9 +129,11 @@ class TrainLoop:
 
     def evaluate(self, step: int, events: list[Event]) -> dict[str, Any]:
         """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
-        held = self.training.heldout
-        with ui.progress(f"evaluating on {len(held.texts)} texts and {len(held.firsts)} responses"):
-            figures, samples = evaluate_policy(held, self.setup.reference_is_initial_policy, step, events)
+        held, at_end = self.training.heldout, step > self.config.updates
+        more = held_out(self.config, self.setup, self.ranks, more=True) if at_end else None
+        count = len(held.firsts) + (0 if more is None else len(more.firsts))
+        with ui.progress(f"evaluating on {len(held.texts)} texts and {count} responses"):
+            figures, samples = evaluate_policy(held, self.setup.reference_is_initial_policy, step, events, more)
         for row in samples:
             self.run.sample({"step": step} | row)
         return figures

@@ -42,6 +42,7 @@ from rlhf_kl.train.trainer import build_trainer
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 
+AT_END = 4  # times `eval.responses`: the responses that are scored at the end of a run
 TRIED = 2  # responses, or all to one prompt
 MANY_EMPTY = 0.5  # share of the reference's responses: then a run has hardly a signal
 
@@ -92,19 +93,21 @@ def prepare_training(
     return Training(trainer, scores, shaping, coef, held_out(config, setup, ranks), clock)
 
 
-def held_out(config: TrainConfig, setup: Setup, ranks: Ranks) -> HeldOut:
-    """What the evaluations of a run measure."""
+def held_out(config: TrainConfig, setup: Setup, ranks: Ranks, *, more: bool = False) -> HeldOut:
+    """What the evaluations of a run measure; `more`: the further prompts that are scored at its end."""
+    stream = setup.heldout
     return HeldOut(
         setup.policy,
-        setup.reference,
+        None if more else setup.reference,
         setup.tokenizer,
         setup.sampling,
-        setup.heldout.batch(1),
-        texts=setup.texts,
+        stream.batch(2, rows=(AT_END - 1) * stream.batch_size) if more else stream.batch(1),
+        texts=() if more else setup.texts,
         scorers=setup.scorers,
         seed=config.run.seed,
+        purpose="evaluation at the end" if more else "evaluation",
         batch=config.rollout.batch_size,
-        several=True,
+        several=not more,
         ranks=ranks,
         sharded=setup.sharded,
     )

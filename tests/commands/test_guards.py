@@ -29,7 +29,9 @@ def test_a_scorer_that_fails_is_told_once_and_ends_nothing(train: Train, tmp_pat
     """All through; the run is otherwise the one that has no scorers."""
     (tmp_path / "two.py").write_text(
         "def broken(prompts, responses):\n    raise OSError('no route to the judge')\n"
-        "def fine(prompts, responses):\n    return [float(len(response)) for response in responses]\n"
+        "def fine(prompts, responses):\n"
+        f"    with open('{tmp_path}/calls', 'a') as calls:\n        calls.write('x' * len(responses))\n"
+        "    return [float(len(response)) for response in responses]\n"
     )
     summary = train(
         tmp_path / "run", *(f"eval.scorers.{name}.kind={tmp_path}/two.py:{name}" for name in ("broken", "fine"))
@@ -42,6 +44,8 @@ def test_a_scorer_that_fails_is_told_once_and_ends_nothing(train: Train, tmp_pat
     assert all(row["eval/fine"] > 1 for row in evaluated)
     assert summary["closing"]["fine"] == (evaluated[0]["eval/fine"], evaluated[-1]["eval/fine"])
     assert "broken" not in summary["closing"]
+    # 24 in each evaluation, and 7 more to each prompt that people read; four times as many at the end.
+    assert len((tmp_path / "calls").read_text()) == 4 * (24 + 2 * 7) + 3 * 24
     found[0]["alerts"].pop(0)
     names = {f"eval/{name}{end}" for name in ("broken", "fine") for end in ("", "_stderr")}
     assert [{key: row[key] for key in row if key not in names} for row in found] == other

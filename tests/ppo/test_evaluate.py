@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
-from rlhf_kl.events import EvalScores, Event
+from rlhf_kl.events import EvalScores, Event, ScorerFailed
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import Perplexity, perplexity_of, safe_exp, text_sums, windows
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
@@ -391,6 +391,18 @@ def test_the_text_that_is_shown_has_the_lower_median_score_on_any_number_of_proc
     own.scores[6] = math.inf  # one score has no median
     shown = heldout_rows(whole, own, None)[0]
     assert (shown["response"], shown["score"], "of" in shown) == (own.texts[0], None, False)
+
+
+def test_more_samples_count_for_the_scores_alone() -> None:
+    own = Samples([0.1, 0.3], [1, 1], [True] * 2, ["a b", "c d"], [1.0, 2.0], prompts=[0, 1], watched={"x": [0.0, 2.0]})
+    more = Samples([], [1], [False], ["a b"], [6.0], prompts=[2], watched={"x": [4.0]}, failures={})
+    events: list[Event] = []
+    alone, both = figures_of(own, own, events), figures_of(own, own, events, more)
+    changed = {name for name in both if both[name] != alone[name]}
+    assert changed == {"scores", "scores_stderr", "x", "x_stderr"}
+    assert (both["scores"], both["x"], both["x_stderr"]) == (3.0, 2.0, pytest.approx(2 / math.sqrt(3)))
+    failed = figures_of(own, own, events, replace(more, failures={"x": "no route"}))
+    assert (failed["scores"], failed["x"], events) == (3.0, None, [ScorerFailed("x", "no route")])
 
 
 def test_a_policy_that_is_its_reference_has_no_kl(new_model: Make, figures: Make) -> None:

@@ -72,7 +72,10 @@ class EvalSection(Section):
     split: Name = "test"
     """Split of a hub id or folder in `texts` and `prompts`."""
     responses: Count | Literal["auto"] = "auto"
-    """Responses to held-out prompts in an evaluation of a run, one to each or, of fewer prompts, more. auto = 24."""
+    """Responses to held-out prompts in an evaluation of a run, one to each or, of fewer prompts, more. auto = 24.
+
+    At the end of a run the scores are those of four times as many.
+    """
     max_documents: Count | Literal["auto"] | None = "auto"
     """Maximum number of texts, drawn at random; null = all.
 
