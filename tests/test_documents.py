@@ -24,13 +24,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from rlhf_kl.builtin.world import world_file
-from rlhf_kl.commands.evaluate import LABELS
 from rlhf_kl.commands.guide import FOLDER, PAGES
 from rlhf_kl.control import CONTROLLER_PROVIDED, CONTROLLERS
 from rlhf_kl.data.files import read_rows
-from rlhf_kl.monitors.alarms import ALARMS
+from rlhf_kl.monitors.alarms import falls
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.text import scorer_label
 
 WORLD = "builtin:reviews-small"
 REPOSITORY = Path(__file__).parent.parent
@@ -202,8 +202,7 @@ def test_the_second_score_has_one_name(document: Path) -> None:
 
 
 def test_tables_and_pictures_call_it_the_true_score_too() -> None:
-    words = [text_figures({"gold": 1.0})[0], LABELS["gold"]]
-    words += [alarm.text for alarm in ALARMS if alarm.name == "overoptimised-gold"]
+    words = [text_figures({"gold": 1.0})[0], scorer_label("gold"), falls("gold").text]
     assert all("true score" in each for each in words)
     assert not any(re.search(r"(?<![{\w])gold\b", each) for each in words)
 

@@ -48,9 +48,10 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any]
     place = tmp_path_factory.mktemp("made")
     (place / "mine.py").write_text(CODE)
     settings = tiny_settings | {
-        "reward": {"kind": "mine.py:count", "gold": "mine.py:count", "missing_eos_penalty": 0.0},
+        "reward": {"kind": "mine.py:count", "missing_eos_penalty": 0.0},
         "kl": {"controller": {"kind": "mine.py:Law", "coef": 0.001, "rate": 0.25}, "ceiling": None},
         "ppo": tiny_settings["ppo"] | {"learning_rate": 3e-3},
+        "eval": tiny_settings["eval"] | {"scorers": {"same": {"kind": "mine.py:count"}}},
     }
     (place / "tiny.yaml").write_text(yaml.safe_dump(settings))
     (place / "pair.yaml").write_text("base: tiny.yaml\nvariants: {a: {}, b: {kl: {target: 0.2}}}\n")
@@ -87,7 +88,7 @@ def test_a_run_as_a_table(place: Path, rlhf_kl: Cli) -> None:
     lines = outcome.out.splitlines()
     assert lines[0].split() == ["policy", "reference"]
     table = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("±"))]
-    assert {line[:20].strip() for line in table} == {label.strip() for label in LABELS.values()}
+    assert {line[:20].strip() for line in table} == {"score", "same", *map(str.strip, LABELS.values())}
     assert held_out_texts(place / "run")[0]["policy"][-1]["text"] in outcome.out
     assert all(len(line.rstrip()) <= 80 for line in lines)
 
@@ -182,7 +183,8 @@ def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) 
     assert line.endswith("--plugins runs it")
     figures = json.loads(without.out)
     allowed = document(rlhf_kl("eval", "--run", "run", "--json", "--plugins", "--quiet"))
-    assert {name for name in figures if figures[name] != allowed[name]} == {"scores", "gold", "reference", "texts"}
+    assert {name for name in figures if figures[name] != allowed[name]} == {"scores", "reference", "texts"}
+    assert allowed.keys() - figures.keys() == {"same", "same_stderr"}
     assert "of" not in figures["texts"][0]["policy"][0]
     assert figures["reference"]["scores"] is figures["scores"] is figures["texts"][0]["policy"][0]["score"] is None
     outcome = rlhf_kl("generate", "--run", "run", "--prompt", "ab", "--scores")

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.comparison import read_comparison
 from rlhf_kl.report.one_run import read_run
 from rlhf_kl.report.page import report_page
@@ -19,7 +20,7 @@ from tests.runs import Rows, Write
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
 TILT = [{"coef": 0.1 * i, "kl": 2.0 / i**2, "gain": 2.0 / i} for i in range(1, 12)]
 BEST = [{"n": 2**i, "kl_bound": 0.5 * i, "gain": 0.5 * i} for i in range(5)]
-REFERENCE = {"scores_shaped": 0.0, "scores_spread": 1.0, "gold": 0.0, "tilt": TILT, "best_of_n": BEST}
+REFERENCE = {"scores_shaped": 0.0, "scores_spread": 1.0, "tilt": TILT, "best_of_n": BEST}
 KLS = [0.0, *(0.01 * i for i in range(1, 11)), *[0.1] * 10]
 
 
@@ -77,6 +78,27 @@ def test_one_file_that_shows_text_as_text_and_answers_on_its_first_screen(page: 
         ("KL over target", "1.00"), ("Score", "1.00 → 3.00"), ("Held-out perplexity", "3.00 → 3.10"),
     ]  # fmt: skip
     assert re.findall(r"<h3>(.*?)</h3>", first) == ["Before (the start)", "Update 11", "After"]
+
+
+def test_each_scorer_that_never_trains_has_a_figure_and_a_curve(write_run: Write, metrics_rows: Rows) -> None:
+    """The true score in the picture of the score, whose scale it shares."""
+    rows = metrics_rows(KLS)
+    for row in rows:
+        if "eval/perplexity" in row:
+            row |= {"eval/polite": row["step"] / 4, "eval/polite_stderr": 0.125, "eval/silent": None}
+    samples = [{**each, "polite": 0.75, "gold": -1.0} for each in held_out([1, 22])]
+    scorers = {name: {"kind": f"mine.py:{name}"} for name in ("polite", "silent")}
+    run = read_run(write_run("watched", rows, samples, {"eval": {"scorers": scorers}}))
+    first, _, rest = report_page(run).partition("<h2>Curves")
+    found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>(.*?)<", first.partition("<details>")[0])
+    assert [each[0] for each in found] == ["KL over target", "Score", "Polite", "True score", "Held-out perplexity"]
+    assert found[2][1:] == ("0.250 → 5.50", "of held-out prompts, ±0.125 at the end")
+    assert "true score -1.00 · polite 0.750" in first
+    assert re.findall(r"<h3>(.*?)</h3>", rest)[1:4] == ["Score", "polite", "Perplexity and forgetting"]
+    lines = {line.label: line for chart in run_charts(run) for line in chart.lines}
+    assert (lines["polite"].x, lines["polite"].y) == ([1, 11, 21, 22], [0.25, 2.75, 5.25, 5.5])
+    assert list(lines["polite"].low) == [0.125, 2.625, 5.125, 5.375]
+    assert lines["true score"].x == [1, 11, 21, 22]
 
 
 def test_a_run_that_has_only_begun(write_run: Write) -> None:

@@ -77,7 +77,7 @@ def test_a_resumed_run_shows_every_row_once_beside_its_config(tmp_path: Path) ->
     folder, rows = RunFolder(tmp_path), JsonlWriter(tmp_path / "metrics.jsonl")
     board = TensorBoardWriter(folder)
     for step in (1, 2):
-        rows.write({"step": step, "kl/token": step / 8, "kl/coef": math.nan, "objective/gold": None})
+        rows.write({"step": step, "kl/token": step / 8, "kl/coef": math.nan, "eval/gold": None})
     for step in (1, 2, 3):  # a row behind the checkpoint too
         board.row({"step": step, "kl/token": 9.0})
     board.close()
@@ -96,7 +96,7 @@ def test_a_resumed_run_shows_every_row_once_beside_its_config(tmp_path: Path) ->
 
 Write = Callable[..., str]
 CONFIG = {"run": {"name": "mine", "seed": 3}, "kl": {"target": 0.1, "ceiling": None}}
-ROWS = [{"step": 1, "kl/token": 0.25, "kl/coef": 0.5, "objective/gold": None}, {"step": 2, "kl/token": 0.125}]
+ROWS = [{"step": 1, "kl/token": 0.25, "kl/coef": 0.5, "eval/gold": None}, {"step": 2, "kl/token": 0.125}]
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ class EvalSection(Section):
             if not NAME.fullmatch(name):
                 problems.append(f"eval.scorers: a name has letters, digits, - and _ only: {name!r}")
             elif not scorer_names([name]):
-                problems.append(f"eval.scorers.{name}: another figure has this name: choose another")
+                problems.append(f"eval.scorers.{name}: another figure has this name: choose another one")
         for name, scorer in self.watched.items():
             problems += scorer.problems(f"eval.scorers.{name}")
         refuse(*problems)
