@@ -87,6 +87,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], P
 
     def make(document: Path) -> Path:
         shutil.copytree(world_file(WORLD, "policy"), tmp_path / "my-model")
+        shutil.copytree(world_file(WORLD, "reward"), tmp_path / "other-reward-model")
         rows = [row | {"answer": "fine"} for row in read_rows(Path(world_file(WORLD, "prompts")))[:16]]
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         texts = [row["text"] for row in read_rows(Path(world_file(WORLD, "heldout")))[:4]]
@@ -223,6 +224,8 @@ def test_the_page_of_metrics_names_what_a_run_writes(
     moved = {name: tensor * 1.01 for name, tensor in weights.items()}  # a reference that is not the start
     save_file(moved, tmp_path / "other" / "model.safetensors", {"format": "pt"})
     changes = {"reward": {"kind": "sum", **reward, **penalties}, "reference": {"model": str(tmp_path / "other")}}
+    scorers = {"NAME": {"kind": tiny_settings["reward"]["kind"]}}
+    changes["eval"] = tiny_settings["eval"] | {"scorers": scorers}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_settings | changes))
     words = ["train", "--config", tmp_path / "run.yaml", "--output-dir", tmp_path / "run", "--quiet", "--updates", 2]
     assert rlhf_kl(*words).code == 0

@@ -84,7 +84,7 @@ class EvalSection(Section):
     scorers: dict[str, ScorerSection | None] = Field(default_factory=dict)
     """Scorers that never train, by name: each a model or a function, written as reward is; null = none of that name.
 
-    They score the responses to held-out prompts, as eval/NAME. builtin:reviews brings gold, which knows the truth.
+    They score the responses to held-out prompts, as eval/NAME. builtin:reviews brings `gold`, the true score.
     """
 
     @model_validator(mode="after")

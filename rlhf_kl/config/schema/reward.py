@@ -106,7 +106,7 @@ class RewardSection(ScorerSection):
     With a limit it runs in a separate thread.
     """
     gold: Name | None = Field(default=None, exclude=True)
-    """Another way to write eval.scorers.gold: a model or a function."""
+    """Another way to write the scorer `gold` of eval.scorers: a model or a function."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
