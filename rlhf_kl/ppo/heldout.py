@@ -54,12 +54,11 @@ class Samples:
 
     def pick(self, rows: Sequence[int]) -> Samples:
         """The figures of these responses, as far as they are known."""
-
-        def pick(columns: dict[str, list[Any]]) -> dict[str, Any]:
-            return {name: [each[i] for i in rows if i < len(each)] for name, each in columns.items()}
-
-        columns = pick({name: getattr(self, name) for name in ("kl", "lengths", "ended", "texts", "scores", "prompts")})
-        return Samples(**columns, watched=pick(self.watched), failures=self.failures)
+        names = ("kl", "lengths", "ended", "texts", "scores", "prompts")
+        columns = {name: getattr(self, name) for name in names}
+        picked: Any = {name: [each[i] for i in rows if i < len(each)] for name, each in columns.items()}
+        watched = {name: [each[i] for i in rows if i < len(each)] for name, each in self.watched.items()}
+        return Samples(**picked, watched=watched, failures=self.failures)
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
@@ -153,8 +152,9 @@ class HeldOut:
     def score(self, samples: Samples, drawn: Drawn) -> None:
         """Score the responses. Errors: InputError from a reward; that of another scorer is in `samples.failures`."""
         for responses, _ in drawn:
-            samples.scores += self.scorers(responses).get(REWARD, torch.empty(0)).tolist()
-            for name, scores in self.scorers.watch(responses, samples.failures).items():
+            found = self.scorers.judge(responses, samples.failures)
+            samples.scores += found.pop(REWARD, [])
+            for name, scores in found.items():
                 samples.watched.setdefault(name, []).extend(scores)
 
     # ---- of all processes
@@ -213,30 +213,26 @@ def figures_of(own: Samples, other: Samples, events: list[Event], more: Samples 
     KL in nats; scores are raw, over what was scored, and `more` samples. `events` gets what is left out.
     """
     scored = own if more is None else Samples.joined([own, more])
+    events += [ScorerFailed(name, failure) for name, failure in scored.failures.items()]
+    columns, errors = {"scores": scored.scores, **scored.watched}, errors_of(scored)
+    known = {name: [score for score in scores if not math.isnan(score)] for name, scores in columns.items()}
+    unscored = len(scored.scores) - len(known["scores"])
+    if math.inf in map(abs, known["scores"]):
+        events.append(EvalScores())
+        known["scores"] = []
     return {
         "kl_token": sum(own.kl) / sum(own.lengths),
         "kl_sequence": fmean(own.kl),
         "forward_kl_token": sum(other.kl) / sum(other.lengths),
-        **errors_of(own),
-        **score_figures(scored, events),
+        **{name: fmean(scores) if scores and name not in scored.failures else None for name, scores in known.items()},
+        "unscored": unscored,
         "length": fmean(own.lengths),
         "eos_rate": fmean(own.ended),
         "distinct_2": distinct_2(own.texts),
+        **errors_of(own),
+        **{f"{name}{STDERR}": errors[f"{name}{STDERR}"] for name in columns},
         f"forward_kl_token{STDERR}": errors_of(other)[f"kl_token{STDERR}"],
     }
-
-
-def score_figures(own: Samples, events: list[Event]) -> dict[str, Any]:
-    """The mean scores of a model's samples, of each scorer that never trains too, and their standard errors."""
-    events += [ScorerFailed(name, failure) for name, failure in own.failures.items()]
-    columns = {"scores": own.scores, **own.watched}
-    known = {name: [score for score in scores if not math.isnan(score)] for name, scores in columns.items()}
-    unscored, errors = len(own.scores) - len(known["scores"]), errors_of(own)
-    if math.inf in map(abs, known["scores"]):
-        events.append(EvalScores())
-        known["scores"] = []
-    means = {name: fmean(scores) if scores and name not in own.failures else None for name, scores in known.items()}
-    return {**means, "unscored": unscored, **{f"{name}{STDERR}": errors[f"{name}{STDERR}"] for name in columns}}
 
 
 def own_figures(own: Samples) -> dict[str, Any]:

@@ -61,12 +61,12 @@ class Scorers:
             values = {REWARD: _sum([values[term.name] for term in terms if term.weight]), **values}
         return values
 
-    def watch(self, responses: Responses, failures: dict[str, str]) -> dict[str, list[float]]:
-        """Scores (B,) of those that never train, by NAME; NaN = none. One that fails is noted, and not called again.
+    def judge(self, responses: Responses, failures: dict[str, str]) -> dict[str, list[float]]:
+        """Scores (B,) of "reward", and by NAME those of the scorers that never train; NaN = none.
 
-        `failures`: what went wrong, by NAME.
+        `failures`: by NAME, what went wrong with one; it is not called again. Errors: InputError from the reward.
         """
-        values = {}
+        values = {name: scores.tolist() for name, scores in self(responses).items() if name == REWARD}
         for scorer in self.watched.scorers:
             name = scorer.name.removeprefix(WATCHED)
             values[name] = [math.nan] * len(responses.texts)

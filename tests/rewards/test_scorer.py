@@ -54,15 +54,16 @@ def test_a_failing_scorer_is_named_by_its_key_and_one_that_never_trains_costs_it
     scorers, failures = Scorers(*(Scorer(name, call) for name, call in every.items())), dict[str, str]()
     assert scorers(BATCH)["reward"].tolist()[:2] == [1.0, 2.0]
     for _ in range(2):
-        found = scorers.watch(BATCH, failures)
-        assert found["good"][:2] == [1.0, 2.0]
+        found = scorers.judge(BATCH, failures)
+        assert found["reward"][:2] == found["good"][:2] == [1.0, 2.0]
         assert list(map(math.isnan, [*found["good"], *found["bad"], *found["fails"]])) == [False] * 2 + [True] * 7
     assert len(calls) == 1  # one that failed is not asked again
     assert list(failures) == ["bad", "fails"]
     assert re.match("returned 1 .*'first'", failures["bad"])
     assert Scorer("scorers.bad", bad).key == "eval.scorers.bad"
     assert [scorer.name for scorer in scorers.trained.scorers] == ["reward"]
-    assert not Scorers(Scorer("scorers.good", good))(BATCH)
+    alone = Scorers(Scorer("scorers.good", good))
+    assert (alone(BATCH), list(alone.judge(BATCH, {}))) == ({}, ["good"])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -77,7 +78,7 @@ def test_a_reward_models_score_that_is_not_finite_is_a_score(tiny_reward_folder:
     assert values["terms.model"].isinf().tolist() == values["reward"].isinf().tolist() == [False, True, False]
     failures = dict[str, str]()
     alone = Scorers(Scorer("scorers.model", RewardModel(model, tokenizer)))
-    assert all(map(math.isnan, alone.watch(BATCH._replace(texts=["bb", "dd", "cc"]), failures)["model"]))
+    assert all(map(math.isnan, alone.judge(BATCH._replace(texts=["bb", "dd", "cc"]), failures)["model"]))
     assert "finite" in failures["model"]
 
 
@@ -110,14 +111,12 @@ def scorers(kind: Callable[..., Any] = Counts) -> Scorers:
 
 def test_states_go_into_a_checkpoint_and_back_and_an_evaluation_leaves_them_as_they_were() -> None:
     made, again = scorers(), scorers()
-    made(first_of(BATCH, 1))
-    made.watch(first_of(BATCH, 1), {})
+    made.judge(first_of(BATCH, 1), {})
     states = made.state_dict()
     assert states == {"terms.a": {"seen": 11}, "scorers.gold": {"seen": 31}}
     again.load_state_dict(states)
     with again.kept():
-        again(first_of(BATCH, 1))
-        again.watch(first_of(BATCH, 1), {})
+        again.judge(first_of(BATCH, 1), {})
     assert again.state_dict() == states
 
 

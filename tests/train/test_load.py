@@ -45,7 +45,7 @@ def test_a_built_in_world_stands_behind_its_name(loader: Loader) -> None:
     assert len(sets.load("eval.texts", config.eval.texts, "test", read, 7)) == 7
     scorers = loader.scorers(scorers_of(config))
     assert scorers.model is not None
-    assert scorers.watch(answered("The hotel in Oslo:", ""), {}) == {"gold": [-4.0]}
+    assert scorers.judge(answered("The hotel in Oslo:", ""), {})["gold"] == [-4.0]
 
 
 @pytest.mark.parametrize("base", ["/home/ana/old/llama", "./llama"])
@@ -143,5 +143,6 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
     one = answered("x", "aab")
     alone = float(loader.scorers({"reward": RewardSection(model=str(tiny_reward_folder))})(one)["reward"])
     assert float(together(one)["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
-    assert together.watch(one, {}) == {"same": [alone], "count": [0.125]}
+    reward = float(together(one)["reward"])
+    assert together.judge(one, {}) == {"reward": [reward], "same": [alone], "count": [0.125]}
     assert together.column_names == []
