@@ -191,7 +191,7 @@ def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
     row = update_row(result, training.trainer.settings)
     update = time.perf_counter() - began - start
     with ui.progress("one evaluation"):
-        evaluated, _ = evaluate_policy(training.heldout, same, 2, events)
+        evaluated, *_ = evaluate_policy(training.heldout, same, 2, events)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout, setup.scorers.model)
     yield check_endings(config, setup, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_kl import ui
@@ -22,7 +23,8 @@ from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.run.folder import write_atomic
+from rlhf_kl.run.log import encode_json, read_jsonl
 from rlhf_kl.run.run import Run
 from rlhf_kl.sharding import held_share, local
 from rlhf_kl.text import duration
@@ -131,9 +133,12 @@ class TrainLoop:
         """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
         held = self.training.heldout
         with ui.progress(f"evaluating on {len(held.texts)} texts and {len(held.firsts)} responses"):
-            figures, samples = evaluate_policy(held, self.setup.reference_is_initial_policy, step, events)
+            figures, samples, parts = evaluate_policy(held, self.setup.reference_is_initial_policy, step, events)
         for row in samples:
             self.run.sample({"step": step} | row)
+        if self.ranks.writes:
+            rows = (encode_json({"step": step} | asdict(part)) for part in parts)
+            write_atomic(self.run.folder.tokens, b"".join(row + b"\n" for row in rows))
         return figures
 
     def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, list[Event]]:

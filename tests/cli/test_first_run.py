@@ -151,6 +151,7 @@ MISTAKES = [
     ("train prompts.jsonl", "prompts.jsonl:2:1", "is it YAML?"),
     ("eval --model tiny", "--model needs --texts"),
     ("eval --model tiny --run x", "exclude each other"),
+    ("eval --model tiny --tokens", "--tokens "),
     ("eval --config mine.yaml --checkpoint 2", "--checkpoint belongs to a run"),
     ("eval --model tiny --plugins", "--plugins belongs to a run: name one with --run"),
     ("generate --model tiny --quiet", "name prompts with --prompt"),
