@@ -50,7 +50,8 @@ def refuse_given(ref: str) -> None:
     """Errors: InputError for what was given in Python, which no file holds."""
     if ref.startswith(GIVEN):
         raise InputError(
-            f"{ref.removeprefix(GIVEN)} was given in Python: go on there, with rlhf_kl.train(..., resume=True)"
+            f"{ref.removeprefix(GIVEN)} was given in Python: name a file in its place, or go on there, with "
+            "rlhf_kl.train(..., resume=True)"
         )
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-import rlhf_kl
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.shell import shell_command
 
@@ -28,7 +27,7 @@ PAGES = {
     "config_reference": "every key of a config, with its default",
     "changes": "what is new",
 }
-FOLDER = Path(rlhf_kl.__file__).parent / "guide"
+FOLDER = Path(__file__).parents[1] / "guide"
 WIDTH = 80  # most columns of a page: longer lines are hard to read
 
 

@@ -45,12 +45,12 @@ def resolve(config: TrainConfig, given: Given = NOTHING) -> Resolved:
     held, own_prompts, own_texts = files.eval, given.get("data.prompts"), given.get("eval.texts")
     rows: tuple[list[PromptRow], list[PromptRow]] = ([], [])
     if own_prompts != []:
-        rows = sets.prompts(files.data, held, own_prompts)
+        rows = sets.prompts(files.data, held, sets.given_rows(own_prompts, files.data.column))
     texts = list[str]()
     if own_texts != []:
         read = partial(read_texts, column=held.column, key="eval.column:")
-        read_all = sets.load("eval.texts", held.texts, held.split, read, held.most_texts, own_texts)
-        texts = sets.evaluated(read_all, held)
+        own = sets.given_rows(own_texts, held.column)
+        texts = sets.evaluated(sets.load("eval.texts", held.texts, held.split, read, held.most_texts, own), held)
     chat = files.data.chat_template
     if chat == "auto" and rows[0]:
         chat = decided_chat(files.data, rows[0], Loader(files.run).tokenizer(files.policy.model, "policy.model"))

@@ -94,9 +94,11 @@ def pair_reader(data: PairsSection) -> Reader[Pair]:
 # ---- training rows and held-out rows
 
 
-def given_rows(values: Iterable[Any], column: str) -> list[dict[str, Any]]:
+def given_rows(values: Iterable[Any] | None, column: str) -> list[dict[str, Any]] | None:
     """Rows of a list from Python: mappings as they are, a text or a conversation under `column`."""
-    return [dict(value) if isinstance(value, Mapping) else {column: value} for value in values]
+    return (
+        None if values is None else [dict(value) if isinstance(value, Mapping) else {column: value} for value in values]
+    )
 
 
 def prompts(
