@@ -19,6 +19,7 @@ PAGES = {
     "lab": "three exercises, one for each way to fail",
     "models_and_data": "models, adapters, precision, prompts",
     "rewards_and_controllers": "of your own, in a few lines of Python",
+    "python": "from a notebook: a run, or a loop of your own",
     "running": "comparing, resuming, memory, several processes",
     "metrics": "every name in metrics.jsonl",
     "coming_from": "from TRL, OpenRLHF or verl; KLBudget inside TRL",

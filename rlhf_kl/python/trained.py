@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from rlhf_kl.commands.train import train_command
+from rlhf_kl.config.named import NOTHING, Given
 from rlhf_kl.python.configured import ConfigLike, Reward, given_in_python, python_config
 from rlhf_kl.python.session import python_call
 from rlhf_kl.run.folder import RunFolder
@@ -21,8 +22,9 @@ FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 720px; border: 1px soli
 class TrainedRun:
     """A run in its folder; everything is read when it is asked for."""
 
-    def __init__(self, folder: str | PathLike[str]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | PathLike[str], given: Given = NOTHING) -> None:
+        """`given`: what its config names and came as objects, see `resolve`."""
+        self.folder, self._given = Path(folder), given
         self._files = RunFolder(self.folder)
 
     @property
@@ -62,6 +64,21 @@ class TrainedRun:
         from rlhf_kl.report.one_run import read_run
 
         return read_run(self.folder)
+
+    def frontier(
+        self, targets: Sequence[float] | None = None, *, samples: int | None = None, quiet: bool = False
+    ) -> dict[str, Any]:
+        """Score, KL and perplexity of this policy at other KL targets, without training, as `rlhf-kl scale` tells.
+
+        targets: in the run's unit; None: around the run's. samples: responses at each. Returns the document of
+        scale.json, whose `rows` have a target each; the pictures are in the folder. Errors: RlhfKlError.
+        """
+        from rlhf_kl.commands.scale import frontier
+        from rlhf_kl.commands.stored import Permissions
+
+        with python_call(quiet=quiet):
+            document, _ = frontier(self.folder, Permissions(plugins=True), targets, samples, given=self._given)
+        return document
 
     def __repr__(self) -> str:
         from rlhf_kl.control.verdict import verdict_text
@@ -109,4 +126,4 @@ def train(
         from rlhf_kl.train.loop import run_train
 
         train_command(partial(run_train, given=given), settings, resume=resume, overwrite=overwrite)
-    return TrainedRun(settings.run.output_dir)
+    return TrainedRun(settings.run.output_dir, given)
