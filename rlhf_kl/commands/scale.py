@@ -234,7 +234,7 @@ class Scaled:
         """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
         from rlhf_kl.models.pretrained import save_generation, save_model
         from rlhf_kl.run.folder import write_folder
-        from rlhf_kl.train.card import scaled_card
+        from rlhf_kl.training.card import scaled_card
 
         if target not in self.scales:
             raise InputError(f"--save {target:g}: is over {FARTHEST} times what training has added: train a run there")
@@ -261,7 +261,7 @@ def rise_error(before: Samples, after: Samples) -> float | None:
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
     """Two responses whose scores are next to the median, to two prompts if there are; without scores the first two."""
-    from rlhf_kl.train.samples import from_median
+    from rlhf_kl.training.samples import from_median
 
     order = from_median(own.scores)
     first, *others = order or range(len(own.texts))

@@ -18,11 +18,11 @@ from rlhf_kl.models.lora import adapter_base, blame_base, is_adapter
 from rlhf_kl.ppo.heldout import NO_SCORERS, HeldOut, Samples, figures_of
 from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.train import sets
-from rlhf_kl.train.device import on_this_machine, run_device
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.setup import build_prompts, sampling_of
-from rlhf_kl.train.world_files import with_files
+from rlhf_kl.training import sets
+from rlhf_kl.training.device import on_this_machine, run_device
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.setup import build_prompts, sampling_of
+from rlhf_kl.training.world_files import with_files
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 

@@ -24,13 +24,15 @@ Reward: TypeAlias = Callable[..., Any]
 def given_in_python(
     prompts: Iterable[Any] | None = None, texts: Iterable[str] | None = None, reward: Reward | None = None
 ) -> dict[str, Any]:
-    """What came as objects, by the config key that names it; data as rows. Errors: InputError for a single text."""
+    """What came as objects, by the config key that names it. Errors: InputError for a single text, and for none."""
     given: dict[str, Any] = {}
     for key, values, column in (("data.prompts", prompts, "prompt"), ("eval.texts", texts, "text")):
         if isinstance(values, str):
             raise InputError(f"{column}s: is one text: give a list, or name a file as {key}")
+        if values is not None and not (found := list(values)):
+            raise InputError(f"{column}s: are none: leave them out, or name a file as {key}")
         if values is not None:
-            given[key] = list(values)
+            given[key] = found
     if reward is not None:
         given["reward.kind"] = reward
     return given

@@ -24,14 +24,14 @@ from rlhf_kl.ppo.reference import ReferenceSamples, score_samples
 from rlhf_kl.ppo.rollout import Rollouts, sample_rollout
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.python.configured import ConfigLike, Reward, given_in_python, python_config
-from rlhf_kl.train import sets
-from rlhf_kl.train.card import model_card
-from rlhf_kl.train.device import run_device
-from rlhf_kl.train.final import write_final
-from rlhf_kl.train.resolved import decided_chat, resolve, with_chat
-from rlhf_kl.train.setup import build_setup, streams, usable_prompts
-from rlhf_kl.train.start import Training, check_sizes, configured_shaping, prepare_training
-from rlhf_kl.train.updates import update_policy
+from rlhf_kl.training import sets
+from rlhf_kl.training.card import model_card
+from rlhf_kl.training.device import run_device
+from rlhf_kl.training.final import write_final
+from rlhf_kl.training.resolved import decided_chat, resolve, with_chat
+from rlhf_kl.training.setup import build_setup, streams, usable_prompts
+from rlhf_kl.training.start import Training, check_sizes, configured_shaping, prepare_training
+from rlhf_kl.training.updates import update_policy
 from rlhf_kl.types import REWARD, Prompts, Responses, RolloutBatch, Sampled
 from rlhf_kl.ui import log
 

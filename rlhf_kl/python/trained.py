@@ -55,7 +55,7 @@ class TrainedRun:
 
     @cached_property
     def _loaded(self) -> Any:
-        from rlhf_kl.train.load import Loader
+        from rlhf_kl.training.load import Loader
 
         return Loader(self._result.config.run).language_model(str(self._files.final), "final", keep_adapter=True)
 
@@ -123,7 +123,7 @@ def train(
     short: dict[str, Any] = {"output_dir": output_dir, "seed": seed, "updates": updates}
     settings = python_config(config, changes, given, **short)
     with python_call(quiet=quiet):
-        from rlhf_kl.train.loop import run_train
+        from rlhf_kl.training.loop import run_train
 
         train_command(partial(run_train, given=given), settings, resume=resume, overwrite=overwrite)
     return TrainedRun(settings.run.output_dir, given)

@@ -30,30 +30,10 @@ SMALL = {
     "eval.max_documents": 4,
     "tracking.tensorboard": False,
 }
-WORDS = [
-    "good",
-    "bad",
-    "long",
-    "short",
-    "new",
-    "old",
-    "funny",
-    "sad",
-    "great",
-    "poor",
-    "slow",
-    "fast",
-    "dark",
-    "light",
-    "big",
-    "small",
-    "rich",
-    "thin",
-    "loud",
-    "calm",
-    "warm",
-]
-PROMPTS = [f"the film was {word} and" for word in WORDS]
+
+
+WORDS = ("good", "bad", "long", "new", "old", "slow", "fast")
+PROMPTS = [f"the {thing} was {word} and" for thing in ("film", "room", "food") for word in WORDS]
 OWN = ("time/", "perf/", "eval/", "alerts", "objective/gold")  # of a run alone, or of the clock
 
 
@@ -90,10 +70,9 @@ def test_a_run_from_lists_and_a_function(trained: rlhf_kl.TrainedRun, rlhf_kl: C
 
 
 def test_a_frontier_needs_what_was_given(trained: rlhf_kl.TrainedRun) -> None:
-    rows = trained.frontier(
-        [0.5 * trained.metrics[-1]["kl/token"]] if "kl/token" in trained.metrics[-1] else None, samples=8
-    )
-    assert len(rows["rows"]) > 1
+    document = trained.frontier([0.001], samples=8, quiet=True)
+    assert document["rows"][0]["target"] == 0.001
+    assert (trained.folder / "scale.json").is_file()
     with pytest.raises(rlhf_kl.RlhfKlError, match="given in Python"):
         rlhf_kl.TrainedRun(trained.folder).frontier(samples=8)
 
@@ -108,7 +87,7 @@ def test_a_second_call_goes_on_and_leaves_torch_and_memory_as_they_were(tmp_path
     again = rlhf_kl.train("ppo_adaptive.yaml", SMALL | {"ppo.lr_schedule": "constant"}, **calls, updates=2, resume=True)
     assert again.summary["steps"] == 2
     gc.collect()
-    assert not [x for x in gc.get_objects() if isinstance(x, LM)]
+    assert not [x for x in gc.get_objects() if type(x) is LM]
 
 
 def test_outside_of_the_main_thread_no_signal_is_taken(tmp_path: Path) -> None:
@@ -138,7 +117,7 @@ SMALL_CONFIG: dict[str, Any] = {
         ("ppo_adaptive.yaml", {}, {"prompts": "one text"}, "prompts"),
         ("ppo_adaptive.yaml", {}, {"updates": 0}, "updates"),
         ("ppo_adaptive.yaml", {}, {"reward": lambda texts: texts}, "reward.kind"),
-        ("ppo_model.yaml", {"policy.model": "builtin:reviews-small"}, {"reward": count_a, "prompts": []}, "prompts"),
+        ("ppo_adaptive.yaml", {}, {"prompts": []}, "prompts"),
         ("sft_reviews.yaml", {}, {}, "sft"),
     ],
 )

@@ -13,10 +13,10 @@ from rlhf_kl.config.schema.sections import chat_problems, refuse
 from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.rows import PromptRow, read_texts
 from rlhf_kl.models.engine import require_engine
-from rlhf_kl.train import sets
-from rlhf_kl.train.device import on_this_machine
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.world_files import with_files
+from rlhf_kl.training import sets
+from rlhf_kl.training.device import on_this_machine
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.world_files import with_files
 from rlhf_kl.ui import log
 
 

@@ -32,9 +32,9 @@ from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.ppo.rollout import RolloutParts
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
-from rlhf_kl.train import sets
-from rlhf_kl.train.load import Loaded, Loader
-from rlhf_kl.train.resolved import Resolved, decided_chat, with_chat
+from rlhf_kl.training import sets
+from rlhf_kl.training.load import Loaded, Loader
+from rlhf_kl.training.resolved import Resolved, decided_chat, with_chat
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
 

@@ -12,7 +12,7 @@ from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.rewards.scorer import Scorers, mean_metrics
 from rlhf_kl.sharding import held_share, local
-from rlhf_kl.train.start import Training
+from rlhf_kl.training.start import Training
 from rlhf_kl.types import RolloutBatch
 
 

@@ -7,9 +7,9 @@ import torch
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.setup import build_setup
-from rlhf_kl.train.start import score_reference
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.setup import build_setup
+from rlhf_kl.training.start import score_reference
 
 
 def test_each_reference_sample_keeps_its_prompt_in_every_round(tiny_settings: dict[str, Any], tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.shell import shell_command
-from rlhf_kl.train.device import LAUNCH
-from rlhf_kl.train.setup import Setup
-from rlhf_kl.train.trainer import build_trainer
+from rlhf_kl.training.device import LAUNCH
+from rlhf_kl.training.setup import Setup
+from rlhf_kl.training.trainer import build_trainer
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 

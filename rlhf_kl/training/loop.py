@@ -22,16 +22,16 @@ from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.run.run import Run
 from rlhf_kl.text import duration
-from rlhf_kl.train.card import model_card
-from rlhf_kl.train.device import run_device
-from rlhf_kl.train.evaluation import evaluate_policy
-from rlhf_kl.train.final import write_final
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.samples import sample_rows
-from rlhf_kl.train.setup import Setup, build_setup
-from rlhf_kl.train.shards import shard_models
-from rlhf_kl.train.start import Training, check_sizes, prepare_training
-from rlhf_kl.train.updates import update_policy
+from rlhf_kl.training.card import model_card
+from rlhf_kl.training.device import run_device
+from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.final import write_final
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.samples import sample_rows
+from rlhf_kl.training.setup import Setup, build_setup
+from rlhf_kl.training.shards import shard_models
+from rlhf_kl.training.start import Training, check_sizes, prepare_training
+from rlhf_kl.training.updates import update_policy
 from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import log
 
