@@ -22,10 +22,10 @@ import torch
 import rlhf_kl
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ppo.heldout import Samples
-from rlhf_kl.train.evaluation import evaluate_policy
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.setup import build_setup
-from rlhf_kl.train.start import prepare_training
+from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.setup import build_setup
+from rlhf_kl.training.start import prepare_training
 
 PACKAGE = Path(rlhf_kl.__file__).parent
 SHARED = ("models/", "ops/", "rewards/", "data/", "distributed.py", "types.py", "ppo/rollout.py", "ppo/states.py")
@@ -96,7 +96,7 @@ def test_a_prompt_has_a_short_walk_to_its_figures(
     ids = held.prompts.ids[held.prompts.texts.index(PROMPT)]
     evaluate_policy(held, True, 1, [])
     for name in ("heldout_rows", "token_parts"):
-        monkeypatch.setattr(f"rlhf_kl.train.evaluation.{name}", lambda *_: [])
+        monkeypatch.setattr(f"rlhf_kl.training.evaluation.{name}", lambda *_: [])
     found = walk(lambda: evaluate_policy(held, True, 3, []), ids)
     met = {name for _, name in found}
     assert {"HeldOut.draw", "HeldOut.measure", "HeldOut.score", "figures_of", "LM.sample"} - met == {"LM.sample"}

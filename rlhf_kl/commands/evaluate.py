@@ -76,7 +76,7 @@ def evaluate(
         from rlhf_kl.commands.subject import Subject, different
         from rlhf_kl.ppo.heldout import own_figures
         from rlhf_kl.run.log import encode_json
-        from rlhf_kl.train.samples import heldout_rows, token_parts
+        from rlhf_kl.training.samples import heldout_rows, token_parts
 
     options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
     subject = Subject(settings, folder, permissions, **options, reference=reference, stored=config is None)

@@ -19,7 +19,7 @@ from rlhf_kl import cli
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
 from rlhf_kl.plugins import load_attribute
-from rlhf_kl.train.load import Loader
+from rlhf_kl.training.load import Loader
 from tests.runs import Cli
 
 MORE = """

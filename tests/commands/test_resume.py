@@ -24,7 +24,7 @@ from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run import run as run_module
 from rlhf_kl.run.run import Run
-from rlhf_kl.train import final, loop
+from rlhf_kl.training import final, loop
 from tests.runs import Cli, Killed, Train, rows, unfinished
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_kl.events import Event
 from rlhf_kl.monitors.kl_shares import Part
 from rlhf_kl.ppo.heldout import STDERR, HeldOut, distinct_2, figures_of
-from rlhf_kl.train.samples import heldout_rows, token_parts
+from rlhf_kl.training.samples import heldout_rows, token_parts
 
 WITH_ERRORS = ("perplexity", "scores", "gold", "kl_token")
 ROW = ("bits_per_byte", "documents", "unscored", "forward_kl_token", "distinct_2", *WITH_ERRORS,

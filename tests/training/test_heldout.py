@@ -10,11 +10,11 @@ import torch
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.training import EvalSection
-from rlhf_kl.train import sets
-from rlhf_kl.train.evaluation import evaluate_policy
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.setup import build_setup
-from rlhf_kl.train.start import prepare_training
+from rlhf_kl.training import sets
+from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.setup import build_setup
+from rlhf_kl.training.start import prepare_training
 from tests.made import move
 
 AUTO = {"every": "auto", "responses": "auto", "max_documents": "auto"}
