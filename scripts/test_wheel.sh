@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every command once, and the snippets of the guide's page on Python, with the program as pip installed it (PYTHON, the first argument), from an empty folder. A line
-# for each; the first that fails ends the script. At its end nothing in site-packages may have changed: that holds
-# also for root, whom permission bits do not stop. `make test-wheel` runs it.
+# Every command once, and the snippets of the guide's page on Python, with the program as pip installed it (PYTHON, the
+# first argument), from an empty folder. A line for each; the first that fails ends the script. At its end nothing in
+# site-packages may have changed: that holds also for root, whom permission bits do not stop. `make test-wheel` runs it.
 set -euo pipefail
 python=$(realpath --no-symlinks "$1")
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
