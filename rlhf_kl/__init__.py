@@ -20,23 +20,33 @@ if TYPE_CHECKING:
         ThresholdKL,
         ZieglerKL,
     )
+    from rlhf_kl.errors import RlhfKlError
     from rlhf_kl.ops.kl import importance, k1, k2, k3, kl_penalty, rewards_with_kl
     from rlhf_kl.ops.logprobs import exact_kl
+    from rlhf_kl.python.ppo import PPO
+    from rlhf_kl.python.trained import TrainedRun, train
 
-_OPS = {
+_HOMES = {
     **dict.fromkeys(("k1", "k2", "k3", "importance", "kl_penalty", "rewards_with_kl"), "rlhf_kl.ops.kl"),
     "exact_kl": "rlhf_kl.ops.logprobs",
+    "train": "rlhf_kl.python.trained",
+    "TrainedRun": "rlhf_kl.python.trained",
+    "PPO": "rlhf_kl.python.ppo",
+    "RlhfKlError": "rlhf_kl.errors",
 }
 
 __all__ = [
     "PIDKL",
+    "PPO",
     "AdaptiveKL",
     "DualKL",
     "ExponentialKL",
     "FixedKL",
     "KLController",
+    "RlhfKlError",
     "ScheduledKL",
     "ThresholdKL",
+    "TrainedRun",
     "ZieglerKL",
     "exact_kl",
     "importance",
@@ -45,13 +55,14 @@ __all__ = [
     "k3",
     "kl_penalty",
     "rewards_with_kl",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_OPS.get(name, "rlhf_kl.control")), name)
+    return getattr(import_module(_HOMES.get(name, "rlhf_kl.control")), name)
 
 
 def __dir__() -> list[str]:

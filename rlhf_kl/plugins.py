@@ -37,6 +37,24 @@ REWARD_PROVIDED = {"prompts", "responses"}
 TRL_PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
 
+GIVEN = "python:"  # before the name of what was given in Python, in place of a file or a hub id
+
+
+def given_name(value: Any, otherwise: str) -> str:
+    """How a config names what was given in Python: a function by its name."""
+    name = getattr(value, "__name__", type(value).__name__ if callable(value) else otherwise)
+    return GIVEN + (name if name.isidentifier() else otherwise)
+
+
+def refuse_given(ref: str) -> None:
+    """Errors: InputError for what was given in Python, which no file holds."""
+    if ref.startswith(GIVEN):
+        raise InputError(
+            f"{ref.removeprefix(GIVEN)} was given in Python: name a file in its place, or go on there, with "
+            "rlhf_kl.train(..., resume=True)"
+        )
+
+
 def is_reference(text: str) -> bool:
     """Whether `text` has the form "module:attribute" or "file.py:attribute" (not "builtin:NAME")."""
     module, _, attribute = text.rpartition(":")
@@ -115,6 +133,7 @@ def load_attribute(ref: str) -> Any:
 
     Raises InputError: no such file, module or attribute, or an error in the imported code.
     """
+    refuse_given(ref)
     source, _, name = ref.rpartition(":")
     if source.endswith(".py"):
         home = _home_of_file(_existing_file(ref))

@@ -11,6 +11,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
+
 # Controls, lone surrogates, line and paragraph separators move the cursor or break a line; format characters hide or
 # reorder the text around them.
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -28,6 +30,11 @@ def safe_text(text: str, *, keep_newlines: bool = False) -> str:
         char if char in kept or unicodedata.category(char) not in _UNSAFE else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def visible(text: str) -> str:
+    """A token's text with its spaces, line breaks and controls to be seen; an empty one as a sign."""
+    return safe_text(text).replace(" ", "␣") or "∅"
 
 
 def utf8(data: bytes) -> str:
@@ -73,7 +80,7 @@ def hanging(text: str, width: int | None, indent: int) -> str:
 
 def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int | None = None) -> str:
     """Columns as wide as needed, the first one left-aligned; what is wider than `width` goes to further tables."""
-    sizes = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    sizes = [max(map(cell_len, column)) for column in zip(header, *body, strict=True)]
     parts: list[list[int]] = [[0]]
     for i, size in enumerate(sizes[1:], start=1):
         if width and len(parts[-1]) > 1 and sum(sizes[k] + 2 for k in parts[-1]) + size > width:
@@ -81,7 +88,8 @@ def text_table(header: Sequence[str], body: Sequence[Sequence[str]], width: int 
         parts[-1].append(i)
     tables = []
     for part in parts:
-        rows = [[row[i].rjust(sizes[i]) if i else row[i].ljust(sizes[i]) for i in part] for row in (header, *body)]
+        gaps = [[(row[i], " " * (sizes[i] - cell_len(row[i])), i) for i in part] for row in (header, *body)]
+        rows = [[gap + cell if i else cell + gap for cell, gap, i in row] for row in gaps]
         tables.append("\n".join("  ".join(row).rstrip() for row in rows))
     return "\n\n".join(tables)
 

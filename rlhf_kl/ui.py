@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Column
 from rich.text import Text
 
+from rlhf_kl.display import NotebookBars, in_notebook
 from rlhf_kl.text import duration, format_number, hanging, read_number, safe_text
 
 log = logging.getLogger("rlhf_kl")
@@ -90,12 +91,16 @@ class Screen:
 
     def start(self, quiet: bool = False, console: Console | None = None) -> None:
         """Begin a command. `quiet` shows only alerts, errors and the summary, which then goes to stdout."""
-        if console is None:
+        notebook = console is None and in_notebook()
+        if notebook:  # whose stderr has the colour of errors
+            console = Console(file=sys.stdout, highlight=False, force_terminal=False, force_jupyter=False, width=100)
+        elif console is None:
             console = Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
         self._console = console
         self._terminal = console.is_terminal and not console.is_dumb_terminal
         self._quiet, self._moves = quiet, self._terminal and not quiet
         self._bars: Progress | None = None
+        self._cell = NotebookBars() if notebook and not quiet else None
         log.setLevel(logging.WARNING if quiet else logging.INFO)
 
     def silence(self) -> None:
@@ -154,13 +159,17 @@ class Screen:
                 log.info(f"{name}: {done}{share}{f', {note}' if note else ''}")
 
         with self.bar(name, total) as advance:
-            yield advance if self._moves else tell
+            yield advance if self._moves or self._cell else tell
         if (seconds := time.monotonic() - began) >= SLOW_SECONDS:
             log.info(f"{name}: done in {duration(seconds)}")
 
     @contextlib.contextmanager
     def bar(self, name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
-        """A bar over `total` steps, `done` of them before, while the block runs; only a terminal shows it."""
+        """A bar over `total` steps, `done` of them before, while the block runs; a terminal or a notebook shows it."""
+        if self._cell is not None:
+            with self._line_in_cell(self._cell, name, total, done) as advance_line:
+                yield advance_line
+            return
         if not self._moves:
             yield _no_bar
             return
@@ -185,6 +194,23 @@ class Screen:
             if not bars.tasks:
                 bars.stop()
                 self._bars = None
+
+    @contextlib.contextmanager
+    def _line_in_cell(self, cell: NotebookBars, name: str, total: int | None, done: int) -> Iterator[Advance]:
+        number, figures = cell.add(), ""
+
+        def advance(steps: int = 1, note: str | None = None) -> None:
+            nonlocal done, figures
+            done += steps
+            figures = figures if note is None else note
+            count = f" {done}/{total}" if total else ""
+            cell.change(number, safe_text(f"{name}{count} {figures}").rstrip(), done, total)
+
+        advance(0)
+        try:
+            yield advance
+        finally:
+            cell.remove(number)
 
     def _new_bars(self) -> Progress:
         text = Column(ratio=1, no_wrap=True, overflow="ellipsis")

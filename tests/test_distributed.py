@@ -13,7 +13,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Group, Ranks
 from rlhf_kl.errors import InputError
 from rlhf_kl.sharding import load_tensors, tensors_of
-from rlhf_kl.train.start import check_sizes
+from rlhf_kl.training.start import check_sizes
 
 
 def test_several_share_the_rows_without_gap_or_overlap_and_one_writes() -> None:

@@ -26,6 +26,8 @@ MOST_FRAMES = 9  # of this package, from an update to the log-softmax of a train
 STORED = Path(__file__).with_name("house_lines.txt")  # lines of the package
 FREE_LINES = 100  # more are named
 MOST_TYPES = 12  # on a prompt's way
+MOST_CONSTANTS = 40  # by which the KL is moved and judged
+NO_CONTROL = {"guard.py", "plant.py", "tilt.py"}  # arguments to try; a simulated policy; what a KL can buy
 NO_BATCHES = {"ReservedLayer"}  # keys and values of a model
 CHANGING = {  # methods that change a list, a set or a mapping
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault"),
@@ -71,6 +73,25 @@ def test_no_function_is_long() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 sizes[f"{name_of(file)}: {node.name}"] = (node.end_lineno or 0) - node.body[0].lineno + 1
     assert {name: count for name, count in sizes.items() if count > MOST_LINES_OF_FUNCTION} == {}
+
+
+def test_control_has_few_constants() -> None:
+    """Each is a number, or a few that belong together, under a name of its own at the top of a file."""
+    found = []
+    for file in sorted((PACKAGE / "control").glob("*.py")):
+        for node in tree_of(file).body:
+            names = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+            numbers = {type(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant)} <= {int, float}
+            if (
+                names
+                and names[0].isupper()
+                and numbers
+                and file.name not in NO_CONTROL
+                and "set(" not in ast.unparse(node)
+            ):
+                found += [f"{file.name}: {name}" for name in names]
+    assert len(found) <= MOST_CONSTANTS, found
+    assert "adaptive.py: CALM" in found
 
 
 # ---- what is pulled in

@@ -3,7 +3,8 @@
 A stay is a function of this package, called in an evaluation, that has the prompt in its arguments, its variables or
 what it returns: its text, its tokens, or the samples that it became. A call into a layer that others share (models,
 rewards, data, distributed, and the rollout's own `sample`, `response_layout` and `measure`) is one stay, whatever it
-calls. Counted is an evaluation in the middle of a run; the rows of samples.jsonl are made after the figures.
+calls. Counted is an evaluation in the middle of a run; the rows of samples.jsonl and tokens.jsonl are made after the
+figures.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 import rlhf_kl
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ppo.heldout import Samples
-from rlhf_kl.train.evaluation import evaluate_policy
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.setup import build_setup
-from rlhf_kl.train.start import prepare_training
+from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.setup import build_setup
+from rlhf_kl.training.start import prepare_training
 
 PACKAGE = Path(rlhf_kl.__file__).parent
 SHARED = ("models/", "ops/", "rewards/", "data/", "distributed.py", "types.py", "ppo/rollout.py", "ppo/states.py")
@@ -94,7 +95,8 @@ def test_a_prompt_has_a_short_walk_to_its_figures(
     held = prepare_training(config, build_setup(resolve(config), torch.device("cpu"))).heldout
     ids = held.prompts.ids[held.prompts.texts.index(PROMPT)]
     evaluate_policy(held, True, 1, [])
-    monkeypatch.setattr("rlhf_kl.train.evaluation.heldout_rows", lambda *_: [])
+    for name in ("heldout_rows", "token_parts"):
+        monkeypatch.setattr(f"rlhf_kl.training.evaluation.{name}", lambda *_: [])
     found = walk(lambda: evaluate_policy(held, True, 3, []), ids)
     met = {name for _, name in found}
     assert {"HeldOut.draw", "HeldOut.measure", "HeldOut.score", "figures_of", "LM.sample"} - met == {"LM.sample"}

@@ -40,6 +40,7 @@ def evaluate(
     samples: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Held-out responses; default: one to each prompt.")
     ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also which tokens carry the KL.")] = False,
     as_json: Json = False,
     plugins: Plugins = False,
     trust_remote_code: RemoteCode = False,
@@ -50,7 +51,9 @@ def evaluate(
     from rlhf_kl.builtin.world import is_builtin
     from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
     from rlhf_kl.config.schema.sections import refuse
+    from rlhf_kl.monitors.kl_shares import kl_shares
     from rlhf_kl.report.texts import TITLE, answers, grouped
+    from rlhf_kl.report.token_tables import tables_text
 
     # Errors of the options come before torch is imported.
     sources = {"--run": run, "--model": model, "--config": config}
@@ -58,6 +61,8 @@ def evaluate(
         raise InputError(f"{' and '.join(given)} exclude each other: name one thing to evaluate")
     if model is not None or config is not None:
         refuse(*of_a_run(plugins=plugins, checkpoint=checkpoint))
+    if model is not None and tokens:
+        raise InputError("--tokens needs held-out prompts, which a --model has not: name a --run or a --config")
     if model is not None and texts is None and not is_builtin(model):
         raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
@@ -69,7 +74,7 @@ def evaluate(
         from rlhf_kl.commands.subject import Subject, different
         from rlhf_kl.ppo.heldout import own_figures
         from rlhf_kl.run.log import encode_json
-        from rlhf_kl.train.samples import heldout_rows
+        from rlhf_kl.training.samples import heldout_rows, token_parts
 
     options: dict[str, Any] = {"texts": texts, "column": column, "model": model, "checkpoint": checkpoint}
     subject = Subject(settings, folder, permissions, **options, reference=reference, stored=config is None)
@@ -82,6 +87,7 @@ def evaluate(
         rows = heldout_rows(held, own, other)
         figures |= found | {"prompts": different(held.prompts), "responses": len(held.firsts), "texts": grouped(rows)}
         figures["reference"] |= own_figures(other.pick(held.firsts))
+        figures |= {"kl_by_token": kl_shares(token_parts(held, own.pick(held.firsts)))} if tokens else {}
     if as_json:
         print(encode_json(figures, indent=2).decode())
         return
@@ -89,6 +95,8 @@ def evaluate(
 
     print(_table(figures))
     Console(highlight=False).print(answers(figures.get("texts", []), TITLE))
+    if tokens:
+        print(f"\n{tables_text(figures['kl_by_token'], stdout_width() or 80)}")
 
 
 def _table(figures: dict[str, Any]) -> str:

@@ -44,14 +44,14 @@ from rlhf_kl.run.log import check_installed
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
-from rlhf_kl.train import sets
-from rlhf_kl.train.device import SLOWER, bfloat16_slowdown, run_device
-from rlhf_kl.train.evaluation import evaluate_policy
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.setup import Setup, build_setup
-from rlhf_kl.train.start import Training, check_sizes, prepare_training
-from rlhf_kl.train.trainer import learning_rate
+from rlhf_kl.training import sets
+from rlhf_kl.training.device import SLOWER, bfloat16_slowdown, run_device
+from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.setup import Setup, build_setup
+from rlhf_kl.training.start import Training, check_sizes, prepare_training
+from rlhf_kl.training.trainer import learning_rate
 from rlhf_kl.types import REWARD, RolloutBatch
 
 SHARE = 0.85  # usable share of the free memory
@@ -191,7 +191,7 @@ def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
     row = update_row(result, training.trainer.settings)
     update = time.perf_counter() - began - start
     with ui.progress("one evaluation"):
-        evaluated, _ = evaluate_policy(training.heldout, same, 2, events)
+        evaluated, *_ = evaluate_policy(training.heldout, same, 2, events)
     evaluation = time.perf_counter() - began - start - update
     yield check_samples(result.rollout, setup.scorers.model)
     yield check_endings(config, setup, row)

@@ -28,7 +28,7 @@ from rlhf_kl.run.folder import (
 )
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.shell import NUMBER, cores
-from rlhf_kl.train.device import on_this_machine
+from rlhf_kl.training.device import on_this_machine
 from rlhf_kl.ui import log
 
 POLL_S = 0.3

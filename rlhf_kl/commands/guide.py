@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-import rlhf_kl
 from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.shell import shell_command
 
@@ -20,6 +19,7 @@ PAGES = {
     "lab": "three exercises, one for each way to fail",
     "models_and_data": "models, adapters, precision, prompts",
     "rewards_and_controllers": "of your own, in a few lines of Python",
+    "python": "from a notebook: a run, or a loop of your own",
     "running": "comparing, resuming, memory, several processes",
     "metrics": "every name in metrics.jsonl",
     "coming_from": "from TRL, OpenRLHF or verl; KLBudget inside TRL",
@@ -28,7 +28,7 @@ PAGES = {
     "config_reference": "every key of a config, with its default",
     "changes": "what is new",
 }
-FOLDER = Path(rlhf_kl.__file__).parent / "guide"
+FOLDER = Path(__file__).parents[1] / "guide"
 WIDTH = 80  # most columns of a page: longer lines are hard to read
 
 

@@ -19,12 +19,12 @@ from rlhf_kl.models.pretrained import context_length
 from rlhf_kl.ppo.heldout import NO_SCORERS, SHOWN, HeldOut
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.train import sets
-from rlhf_kl.train.device import on_this_machine, run_device
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.samples import score_at, token_rows
-from rlhf_kl.train.setup import build_prompts, sampling_of, usable_prompts
-from rlhf_kl.train.world_files import with_files
+from rlhf_kl.training import sets
+from rlhf_kl.training.device import on_this_machine, run_device
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.samples import score_at, token_rows
+from rlhf_kl.training.setup import build_prompts, sampling_of, usable_prompts
+from rlhf_kl.training.world_files import with_files
 from rlhf_kl.types import REWARD, Prompts
 
 

@@ -17,6 +17,7 @@ from rlhf_kl.text import read_number, stdout_width
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
+    from rlhf_kl.commands.stored import Permissions
     from rlhf_kl.commands.subject import Subject
     from rlhf_kl.ppo.heldout import Samples
 
@@ -60,21 +61,42 @@ def scale(
     """
     from rlhf_kl.commands.stored import Permissions
 
-    asked = sorted({*numbers("--targets", targets, 1e-9), *([save] if save is not None else [])})
-    config, folder = Permissions(plugins, trust_remote_code, allow_pickle).opened(run, None, None)
+    asked = None if targets is None else numbers("--targets", targets, 1e-9)
+    ui.start(quiet)
+    document, text = frontier(run, Permissions(plugins, trust_remote_code, allow_pickle), asked, samples, save)
+    if as_json:
+        from rlhf_kl.run.log import encode_json
+
+        text = encode_json(document, indent=2).decode()
+    print(text)
+
+
+def frontier(
+    run: Path | None,
+    permissions: Permissions,
+    targets: Sequence[float] | None = None,
+    samples: int | None = None,
+    save: float | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], str]:
+    """The document of scale.json, and its table; also written into the run's folder, with pictures.
+
+    `targets`: KLs in the run's unit; None: around the run's. `save`: one at which the policy is written. `given`: see
+    `resolve`. Errors: InputError for a run that has not ended, or whose policy began elsewhere than its reference.
+    """
+    config, folder = permissions.opened(run, None, None)
     assert folder is not None
     if not folder.final.is_dir():
         raise InputError(f"{folder.path}: has not ended, so there is no final/ to scale")
-    ui.start(quiet)
     with ui.progress("loading torch"):
         from rlhf_kl.commands.subject import Subject
         from rlhf_kl.control import adjusts
         from rlhf_kl.report.side_by_side import write_scaled
-        from rlhf_kl.run.log import encode_json, read_jsonl
+        from rlhf_kl.run.log import read_jsonl
     if samples is None:
         samples, why = usual_samples(read_jsonl(folder.metrics), config.rollout.batch_size)
         log.info(f"{samples} responses at each target: {why} (--samples N draws another number)")
-    subject = Subject(config, folder, Permissions(plugins, trust_remote_code, allow_pickle))
+    subject = Subject(config, folder, permissions, given=given or {})
     if not subject.began_at_reference(folder.final):
         raise InputError(
             f"{folder.path}: the policy did not begin as its reference ({config.reference.model}), so nothing is known "
@@ -82,16 +104,17 @@ def scale(
         )
     table = Scaled(subject, samples)
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.kl(1.0)
-    wanted = {*asked, *(() if targets is not None else (_rounded(step * goal) for step in STEPS))}
+    wanted = {*(targets or ()), *([] if save is None else [save])}
+    wanted |= {_rounded(step * goal) for step in STEPS} if targets is None else set()
     log.info(f"{len(wanted)} targets, each sampled up to {TRIES} times")
     for target in sorted(wanted, key=lambda one: abs(math.log(one / table.kl(1.0)))):  # each helps the next
         table.reach(target)
     document = table.to_json()
     text = write_scaled(document, folder, config.run.name, stdout_width())
-    print(encode_json(document, indent=2).decode() if as_json else text)
     if save is not None:
         place, kl = table.save(save, folder.path / f"scaled-{save:g}")
         log.info(f"{place} holds the policy at a KL of {kl:.3g} nats per {table.unit}")
+    return document, text
 
 
 def usual_samples(rows: Sequence[Mapping[str, Any]], batch_size: int) -> tuple[int, str]:
@@ -211,7 +234,7 @@ class Scaled:
         """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
         from rlhf_kl.models.pretrained import save_generation, save_model
         from rlhf_kl.run.folder import write_folder
-        from rlhf_kl.train.card import scaled_card
+        from rlhf_kl.training.card import scaled_card
 
         if target not in self.scales:
             raise InputError(f"--save {target:g}: is over {FARTHEST} times what training has added: train a run there")
@@ -238,7 +261,7 @@ def rise_error(before: Samples, after: Samples) -> float | None:
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
     """Two responses whose scores are next to the median, to two prompts if there are; without scores the first two."""
-    from rlhf_kl.train.samples import from_median
+    from rlhf_kl.training.samples import from_median
 
     order = from_median(own.scores)
     first, *others = order or range(len(own.texts))

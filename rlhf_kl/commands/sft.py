@@ -14,10 +14,10 @@ from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.run.folder import write_folder
 from rlhf_kl.run.run import Run
 from rlhf_kl.supervised.fit import SupervisedTrainer
-from rlhf_kl.train.device import run_device
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.tasks import build_task
-from rlhf_kl.train.world_files import with_files
+from rlhf_kl.training.device import run_device
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.tasks import build_task
+from rlhf_kl.training.world_files import with_files
 from rlhf_kl.ui import log
 
 

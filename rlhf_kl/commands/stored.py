@@ -21,7 +21,7 @@ from rlhf_kl.templates import column
 
 if TYPE_CHECKING:
     from rlhf_kl.models.lm import LM
-    from rlhf_kl.train.load import Loader
+    from rlhf_kl.training.load import Loader
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.builtin.world import world_file
 from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
-from rlhf_kl.config.named import scorers_of
+from rlhf_kl.config.named import NOTHING, Given, scorers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow, read_texts
@@ -18,11 +18,11 @@ from rlhf_kl.models.lora import adapter_base, blame_base, is_adapter
 from rlhf_kl.ppo.heldout import NO_SCORERS, HeldOut, Samples, figures_of
 from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.train import sets
-from rlhf_kl.train.device import on_this_machine, run_device
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.setup import build_prompts, sampling_of
-from rlhf_kl.train.world_files import with_files
+from rlhf_kl.training import sets
+from rlhf_kl.training.device import on_this_machine, run_device
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.setup import build_prompts, sampling_of
+from rlhf_kl.training.world_files import with_files
 from rlhf_kl.types import REWARD, Prompts, Sampling
 from rlhf_kl.ui import log
 
@@ -42,21 +42,28 @@ class Subject:
         checkpoint: int | None = None,
         reference: str | None = None,
         stored: bool = True,
+        given: Given = NOTHING,
     ) -> None:
-        """`settings`, `folder`: as `Permissions.opened` returns them; the other options as those of `eval`."""
+        """`settings`, `folder`: as `Permissions.opened` returns them; the other options as those of `eval`.
+
+        `given`: see `resolve`.
+        """
         config = on_this_machine(settings, stored=stored)
-        loader = Loader(config.run, run_device(config.run))
+        loader = Loader(config.run, run_device(config.run), given=given)
         held = config.eval
         ref, key = (held.texts, "eval.texts") if texts is None else (located(texts), "--texts")
         limit = held.most_texts if texts is None else None  # it does not limit a named file
         named_by = "--column" if texts else "eval.column:"
         read = partial(read_texts, column=column or held.column, key=named_by)
-        self.documents = sets.load(key, world_file(ref, "heldout"), held.split, read, limit)
+        own_texts = sets.given_rows(given.get("eval.texts"), held.column) if texts is None else None
+        self.documents = sets.load(key, world_file(ref, "heldout"), held.split, read, limit, own_texts)
         self.rows = tuple[list[PromptRow], ...]()  # of prompts: to train on, held out
         self.scorers = NO_SCORERS
         if model is None:
             files = with_files(config, ("data", "eval"))
-            self.rows = sets.prompts(files.data, files.eval)
+            self.rows = sets.prompts(
+                files.data, files.eval, sets.given_rows(given.get("data.prompts"), files.data.column)
+            )
             config = with_files(config)
             refused = {} if folder is None else permissions.refused(config)
             if refused:

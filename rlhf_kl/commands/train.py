@@ -52,7 +52,7 @@ def train(
     with ui.progress("loading torch"):
         from rlhf_kl.report.texts import TITLE, answers, held_out_texts
         from rlhf_kl.run.log import encode_json
-        from rlhf_kl.train.loop import run_train
+        from rlhf_kl.training.loop import run_train
 
     summary = train_command(run_train, settings, resume=resume, overwrite=overwrite, merge=merge)
     if summary and as_json:
@@ -94,8 +94,8 @@ def train_command(
     from rlhf_kl.run.log import check_installed
     from rlhf_kl.run.opened import open_run
     from rlhf_kl.run.signals import ending_on_sigterm
-    from rlhf_kl.train.device import joined, on_this_machine, pick_device
-    from rlhf_kl.train.final import merge_final, require_adapter
+    from rlhf_kl.training.device import joined, on_this_machine, pick_device
+    from rlhf_kl.training.final import merge_final, require_adapter
 
     if merge:
         require_adapter(config)

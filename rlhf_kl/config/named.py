@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
@@ -23,6 +25,9 @@ from rlhf_kl.plugins import (
     reference_file,
     takes,
 )
+
+Given = Mapping[str, Any]
+NOTHING: Given = MappingProxyType({})
 
 
 class NamedPlugin(NamedTuple):
@@ -78,10 +83,10 @@ def plugin_notes(config: AnyConfig) -> list[str]:
     return [note for plugin in plugins_of(config) for note in missing_variables(plugin.options, plugin.where)]
 
 
-def check_named(config: AnyConfig, *, download: bool = False) -> None:
+def check_named(config: AnyConfig, *, download: bool = False, given: Given = NOTHING) -> None:
     """Check the models that a config names, and import and check its plugins. Errors: InputError with every problem.
 
-    download: the models of the hub too, before one is loaded or built.
+    download: the models of the hub too, before one is loaded or built. given: see `load_reward`.
     """
     problems = list[str]()
     for plugin in plugins_of(config):
@@ -89,7 +94,7 @@ def check_named(config: AnyConfig, *, download: bool = False) -> None:
             if plugin.key == "kl.controller.kind":
                 load_controller(plugin.ref, plugin.options)
             else:
-                load_reward(plugin)
+                load_reward(plugin, given)
     find = model_folder if download else model_on_hub
     for key, ref in models_of(config).items():
         with collected(problems), blame(key):
@@ -97,11 +102,14 @@ def check_named(config: AnyConfig, *, download: bool = False) -> None:
     refuse(*problems)
 
 
-def load_reward(plugin: NamedPlugin) -> tuple[Any, dict[str, Any]]:
-    """A reward function or class, and its arguments. Errors: InputError with every problem."""
+def load_reward(plugin: NamedPlugin, given: Given = NOTHING) -> tuple[Any, dict[str, Any]]:
+    """A reward function or class, and its arguments. Errors: InputError with every problem.
+
+    given: what came from Python, by the config key that names it.
+    """
     key, ref, options, trl = plugin
     with blame(key):
-        target = load_attribute(ref)
+        target = given[key] if key in given else load_attribute(ref)
     if not callable(target):
         raise InputError(f"{key}: {ref!r} is not a class or function")
     is_class = inspect.isclass(target)

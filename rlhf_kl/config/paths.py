@@ -10,7 +10,7 @@ from rlhf_kl.builtin.world import is_builtin, world_folder
 from rlhf_kl.config.yaml import Text
 from rlhf_kl.errors import InputError, nearest, no_such_file
 from rlhf_kl.hub import looks_like_path
-from rlhf_kl.plugins import is_reference, look_up, reference_file
+from rlhf_kl.plugins import GIVEN, is_reference, look_up, reference_file
 
 
 def shipped_configs() -> Path:
@@ -44,7 +44,7 @@ def source(value: Any) -> Any:
 
     Errors: InputError for a path to nothing and an unknown built-in world.
     """
-    if not isinstance(value, Text):
+    if not isinstance(value, Text) or value.startswith(GIVEN):
         return value
     if is_builtin(value):
         world_folder(value)
@@ -63,7 +63,7 @@ def plugin(value: Any) -> Any:
 
     Errors: InputError where it names none. Runs none of its code.
     """
-    if not isinstance(value, Text) or not is_reference(value):
+    if not isinstance(value, Text) or not is_reference(value) or value.startswith(GIVEN):
         return value
     file = reference_file(value, value.folders) or _kept_copy(value)
     ref = value if file is None else f"{file}:{value.rpartition(':')[2]}"

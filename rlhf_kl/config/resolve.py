@@ -46,7 +46,15 @@ def load_config(
     """
     path = find_config(file)
     changes, problems = parse_overrides(overrides)
-    raw = _merge(_merge(read_merged(path), fragment or {}), changes)
+    raw = merged(merged(read_merged(path), fragment or {}), changes)
+    return complete_config(kind, raw, path, problems)
+
+
+def complete_config(kind: Kind | None, raw: dict[str, Any], path: Path, problems: list[str]) -> Any:
+    """The config that a merged mapping is; `path`: of its file, whose name is that of the run by default.
+
+    `problems`: found before. Errors: InputError with every problem.
+    """
     own = detect_kind(raw)
     kind = kind or (own if own in MODELS else "train")
     if own not in (None, kind):
@@ -125,7 +133,11 @@ def read_merged(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     """The mapping of a file on top of those that it extends; `chain`: the files that extend it."""
     if path in chain:
         raise InputError(f"configs extend each other in a circle: {' -> '.join(map(str, [*chain, path]))}")
-    raw: dict[str, Any] = located(read_yaml(path), path.parent, Path.cwd())
+    return extended(located(read_yaml(path), path.parent, Path.cwd()), path, chain)
+
+
+def extended(raw: dict[str, Any], path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
+    """A mapping on top of those that it extends; `path`: of its file, which need not be there."""
     parent_name = raw.pop("extends", None)
     if parent_name is None:
         return raw
@@ -133,7 +145,7 @@ def read_merged(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         raise InputError(f"{path}: extends must be the name of a config file: {parent_name!r}")
     with blame(f"{path}: extends"):
         parent = find_config(parent_name, folder=path.parent, but=path)
-    return _merge(read_merged(parent, [*chain, path]), raw)
+    return merged(read_merged(parent, [*chain, path]), raw)
 
 
 def parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -151,25 +163,25 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]
             for part in reversed(parts):
                 parsed = {part: parsed}
             # No rule of kinds here: `--set kl.controller.kp=1 --set kl.controller.kind=pid` is one mapping.
-            fragment = _merge(fragment, parsed, kinds=False)
+            fragment = merged(fragment, parsed, kinds=False)
     return located(fragment, Path.cwd()), problems
 
 
-def _merge(
+def merged(
     parent: Mapping[str, Any], child: Mapping[str, Any], where: str = "", *, kinds: bool = True
 ) -> dict[str, Any]:
     """The child's values win; where it changes a `kind`, the parent's options of the old kind go (`kinds`)."""
-    merged = dict(parent)
+    both = dict(parent)
     by_kind = BY_KIND.get(where) or BY_KIND.get(f"{where.rpartition('.')[0]}.*")
     if kinds and by_kind and "kind" in child and _kind_of(by_kind, child) != _kind_of(by_kind, parent):
         general = by_kind.model_fields.keys() - OF_KIND
-        merged = {key: value for key, value in parent.items() if key in general}
+        both = {key: value for key, value in parent.items() if key in general}
     for key, value in child.items():
-        old = merged.get(key)
+        old = both.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            value = _merge(old, value, f"{where}.{key}" if where else key, kinds=kinds)
-        merged[key] = value
-    return merged
+            value = merged(old, value, f"{where}.{key}" if where else key, kinds=kinds)
+        both[key] = value
+    return both
 
 
 def _kind_of(model: type[ScorerSection] | type[ControllerSection], section: Mapping[str, Any]) -> Any:

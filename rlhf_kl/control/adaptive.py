@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypeAlia
 
 from pydantic import Field
 
-from rlhf_kl.control.base import Law, Positive, clip
+from rlhf_kl.control.base import FIRST_STEP, Law, Positive, clip
+from rlhf_kl.control.verdict import BAND
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,32 +18,26 @@ if TYPE_CHECKING:
 
     Floats: TypeAlias = npt.NDArray[np.float64]
 
+# Fitted with `StepModel` to recorded runs: the paces, the noise and the spreads. The rest was chosen on the runs of
+# scripts/bench_control.py and on simulated plants: the fewest that hold the KL.
+DISTANCES = (0.05, 100.0)  # smaller and larger x are treated as equal: at 0 a KL has no gradient, and no logarithm
 USUAL_PACE = 0.2  # of x per update, before a step was observed
-FIRST_STEP = 1.65  # paces: Adam's first steps have no momentum to build up
 PACE_BOUNDS = (1e-4, 0.5)
-SAMPLING_NOISE = 0.3  # of x measured on a single response
+SAMPLING_NOISE = 0.3  # of x measured on a single response, before it was learned
 NOISE_RATE = 0.1  # of learning the noise from how far measurements lie from their predictions
-JUMP = 0.3  # too large for noise: a rollback, or a batch of other prompts
-JUMP_DEVIATIONS = 4.0  # standard deviations, where the noise is larger
-FARTHEST = 100.0  # larger KLs are treated as equal
+JUMP = 0.3  # of x: too large for noise. The target is far, or a rollback or other prompts moved the policy
 RESTRAINT = 0.03  # cost of a change of log beta by 1, relative to a step error in paces
-HELD = 0.12  # distance of x from 1, a KL within 25 %: there the run scales overshoots back, so that
-# Chosen on runs of the built-in world (targets 0.1 and 0.2; 8 epochs, batch 8, an adapter, 25 times the rate) and of
-# TinyStories (glad, brief): the least changes of beta that held the KL as well as before.
-CALM = 0.04  # log beta changes less (the cost of a change by 1, as a step error of x),
-HELD_MOVE = 0.15  # by at most this share,
-EDGE = 0.5  # and aims so many standard deviations above 1, since what is higher by chance is cut off
+# Near the target, where the run scales overshoots back: the least changes of beta that held the KL as well.
+CALM = 0.04  # the same cost, as a step error of x
+HELD_MOVE = 0.1  # log beta changes by this at most while the KL is in band
+EDGE = 0.5  # standard deviations above 1 that are aimed at, since what is higher by chance is cut off
 SHRINKAGE = 0.3  # of a gap to the target that is small beside its own uncertainty
-CANDIDATES = 61  # changes of log beta that are compared
-GRID_STEP, GRID_POINTS = 0.1, 400  # of log b; if the bounds are wider than the points cover, the steps are longer
+GRID_STEP = 0.1  # of log b
+CANDIDATES = 30  # falls of log beta that are compared, and as many rises
+PACES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the guess
 PRIOR_SPREAD = 2.0  # of log b around the log of the starting beta,
 SOLVED_SPREAD = 0.75  # and around that of a beta that was solved from samples: farther away it hardly matters
-GUESS_SPREAD = 0.25  # more for each factor e that the target's KL is above the one for which the samples suffice
-SPENT = 0.95  # share of the pace: above it, a lower beta has no further effect
-FAR = 0.6  # of x: below it the drive is saturated, so that a step tells nothing about b
-SCALE_BOUNDS = (0.5, 1.0)  # of the way from the reference in one update
-PACES = (0.25, 0.5, 1.0, 2.0, 4.0)  # multiples of the guess
-NEAREST = 0.05  # at distance 0 a KL has no gradient, and no logarithm
+SPENT = 0.85  # share of the pace: above it, a lower beta has no further effect
 
 
 class Situation(NamedTuple):
@@ -126,7 +121,8 @@ class AdaptiveKL(Law):
     @property
     def spread(self) -> float:
         """Of log b around its first guess; also how far from the believed b beta has an effect."""
-        return PRIOR_SPREAD if self.solved is None else SOLVED_SPREAD - GUESS_SPREAD * math.log(self.solved[1])
+        share = 0.0 if self.solved is None else self.solved[1]
+        return PRIOR_SPREAD + share * (SOLVED_SPREAD - PRIOR_SPREAD)
 
     def observe_solved(self, coef: float, share: float) -> None:
         self.solved = coef, share
@@ -162,14 +158,15 @@ class AdaptiveKL(Law):
         self.distance, self.last_step = max(0.0, distance + kept), uncut
         self.variance += model_error
         if self.updates > 1:
-            self._move(self._best_move(Situation(self.distance, self.last_step, math.log(self.coef))))
+            here = Situation(self.distance, self.last_step, math.log(self.coef))
+            self._move(self._best_move(here, cut=kept < uncut))
 
     def scale(self) -> float:
         self.scales = True
         if self.distance is None or self.updates < 2:
             return 1.0
         sure = 1.0 + math.sqrt(self.variance)  # to scale back what is only noise would keep the KL below its target
-        share = clip(sure / max(NEAREST, self.distance), *SCALE_BOUNDS)
+        share = min(1.0, sure / max(DISTANCES[0], self.distance))
         self.distance *= share
         return share
 
@@ -194,14 +191,14 @@ class AdaptiveKL(Law):
         self._belief.log_holding = np.linspace(low, high, len(self._belief.probabilities))
 
     def _distance_of(self, kl: float) -> float:
-        return min(math.sqrt(max(kl, 0.0) / self.target), FARTHEST)
+        return min(math.sqrt(max(kl, 0.0) / self.target), DISTANCES[1])
 
     def _locate(self, measured: float, episodes: int) -> float:
         """The distance of the policy that has sampled, from the prediction and the measurement."""
         noise = SAMPLING_NOISE**2 / max(1, episodes) if self.noise is None else self.noise
         error = 0.0 if self.distance is None else measured - self.distance
         expected = self.variance + noise
-        if self.distance is None or abs(error) > max(JUMP, JUMP_DEVIATIONS * math.sqrt(expected)):
+        if self.distance is None or abs(error) > JUMP * (1.0 + math.sqrt(expected)):
             located, self.variance, gain = measured, noise, 1.0
         else:
             gain = self.variance / expected
@@ -218,30 +215,32 @@ class AdaptiveKL(Law):
     def _learn(self, step: float, at: Situation, added_variance: float = 0.0) -> None:
         belief = self._belief
         first = self.updates <= 1  # also of an unobserved one: the next update learns it before it counts itself
-        guess = clip(abs(step) / FIRST_STEP, *PACE_BOUNDS)
+        guess = clip(abs(step) / ((1.0 - self.model.momentum) * FIRST_STEP), *PACE_BOUNDS)
         if guess > belief.pace or (first and at.distance < JUMP):
             belief.pace = guess
         if not first:
             belief.update(step, at, math.hypot(self.model.noise * belief.pace, math.sqrt(added_variance)))
 
-    def _best_move(self, at: Situation) -> float:
-        """The change of log beta whose next step is expected to be nearest to the wanted one."""
-        gap, restraint, down, up = 1.0 - at.distance, RESTRAINT * self._belief.mean_pace, self.down, self.up
+    def _best_move(self, at: Situation, *, cut: bool) -> float:
+        """The change of log beta whose next step is expected to be nearest to the wanted one.
+
+        `cut`: the ceiling cut the last update, which no chance explains.
+        """
+        gap, down, up, restraint = 1.0 - at.distance, self.down, self.up, RESTRAINT * self._belief.mean_pace
         if self.scales:
             edge = 1.0 + EDGE * math.sqrt(self.variance)
             at = at._replace(distance=min(at.distance, edge))
             gap = edge - at.distance
-            if abs(1.0 - at.distance) < HELD:
-                restraint, down, up = CALM, min(HELD_MOVE, down), min(HELD_MOVE, up)
+            if not cut and abs(1.0 - at.distance) < math.sqrt(1.0 + BAND) - 1.0:
+                down, up, restraint = min(HELD_MOVE, down), min(HELD_MOVE, up), CALM
         wanted = self.approach * gap**3 / (gap**2 + SHRINKAGE * self.variance)
-        width = (down + up) / (CANDIDATES - 1)
-        moves = sorted([0.0, *(i * width - down for i in range(CANDIDATES))], key=abs)  # ties: the smallest
+        moves = sorted([0.0, *_shares(-down), *_shares(up)], key=abs)  # ties: the smallest
         if self.solved is None:
             if self._belief.drive_share(at) > SPENT:
                 moves = [move for move in moves if move >= 0.0]
         else:
             # Outside of this range every move goes towards it. While the target is far a lower beta does not help.
-            believed, far = self._belief.mean_log_holding, at.distance < FAR
+            believed, far = self._belief.mean_log_holding, gap > JUMP
             low = min(believed - (0.0 if far else self.spread), at.log_coef)
             high = max(believed + (-self.spread if far else self.spread), at.log_coef)
             moves = [move for move in moves if low <= at.log_coef + move <= high]
@@ -272,7 +271,7 @@ class Belief:
 
         self.model, self.pace, self.paces = model, pace, np.array(PACES)
         low, high = math.log(min_coef) - 1.0, math.log(max_coef) + 1.0
-        points = math.ceil((high - low) / max(GRID_STEP, (high - low) / GRID_POINTS)) + 1
+        points = math.ceil((high - low) / GRID_STEP) + 1
         self.log_holding: Floats = np.linspace(low, high, points)
         paces = _normalised(np.exp(-0.5 * (np.log(self.paces) / model.pace_spread) ** 2))
         distance = (self.log_holding - math.log(coef)) / spread
@@ -320,9 +319,14 @@ class Belief:
         """The drive under each log b, in paces."""
         import numpy as np
 
-        balance = self.model.distance_power * math.log(max(at.distance, NEAREST)) + at.log_coef - self.log_holding
+        balance = self.model.distance_power * math.log(max(at.distance, DISTANCES[0])) + at.log_coef - self.log_holding
         drive: Floats = -np.tanh(balance)
         return drive
+
+
+def _shares(most: float) -> list[float]:
+    """Changes of log beta to compare, up to the largest."""
+    return [most * i / CANDIDATES for i in range(1, CANDIDATES + 1)]
 
 
 def _normalised(weights: Floats) -> Floats:

@@ -16,6 +16,10 @@ from pydantic import Field
 from rlhf_kl.plugins import checked_options, parameters_of
 
 COEF_SPAN = (1e-3, 1e3)  # default bounds of beta, relative to its start
+SURE = 3.0  # standard errors that no chance makes
+FIRST_STEP = (
+    2.5  # measured, 1.9 to 3.4: the first step of a policy over the later ones: Adam has no momentum to build up
+)
 
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0)]

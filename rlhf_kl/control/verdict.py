@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
+# By definition, not fitted: what a run is judged by.
 BAND = 0.25  # a KL within this share of the target is in band
 BAND_FROM = 15  # first update that counts for time in band: before, a KL that starts at 0 still rises
-HELD_ERROR = BAND / 2  # of a run that held its target: at most this tail error,
-HELD_SHARE = 0.9  # and at least this share of its updates in band
+HELD_SHARE = 0.9  # of a run that held its target: updates in band, at least; its tail error is at most half of BAND
 END = 10  # updates that closing figures are averaged over
 WORDS = {
     "held": "target {target:g} held (within {tail_error:.0%} on average)",
@@ -73,11 +73,11 @@ def verdict(values: Sequence[float]) -> tuple[str, int | None, float | None]:
     off, share = tail_error(values), time_in_band(values)
     if off is None or share is None:
         return "short", None, None
-    kept, total, inside, since, error = off <= HELD_ERROR and share >= HELD_SHARE, 0.0, 0, None, None
-    judged = values if kept else tail(values) if off > HELD_ERROR else values[BAND_FROM - 1 :]
+    kept, total, inside, since, error = off <= BAND / 2 and share >= HELD_SHARE, 0.0, 0, None, None
+    judged = values if kept else tail(values) if off > BAND / 2 else values[BAND_FROM - 1 :]
     for count, distance in enumerate((abs(value - 1.0) for value in reversed(judged)), start=1):
         total, inside = total + distance, inside + (distance <= BAND)
-        if count >= END and distance <= BAND and total / count <= HELD_ERROR and inside / count >= HELD_SHARE:
+        if count >= END and distance <= BAND and total / count <= BAND / 2 and inside / count >= HELD_SHARE:
             since, error = len(values) - count + 1, total / count
     if kept or since is not None:
         return "held" if kept else "late", since, error

@@ -15,6 +15,7 @@ from typing import Any
 from rlhf_kl.data.chat import is_conversation
 from rlhf_kl.errors import InputError, collected, no_such_file, suggestion
 from rlhf_kl.hub import DATA_SUFFIXES, GZIP, HubName, data_suffix, first_line, hub_name, looks_like_path
+from rlhf_kl.plugins import refuse_given
 from rlhf_kl.text import utf8, whole
 
 SAVED = ("state.json", "dataset_dict.json")  # of `save_to_disk`: of one data set, and of one with splits
@@ -26,6 +27,7 @@ def load_rows(ref: str, split: str) -> list[dict[str, Any]]:
     A folder holds data files, or what `save_to_disk` wrote. `split` is written as for the datasets library,
     "train[:1000]"; it is not read for a file. Errors: InputError.
     """
+    refuse_given(ref)
     return read_rows(Path(ref)) if is_file_name(ref) else _read_dataset(ref, split)
 
 

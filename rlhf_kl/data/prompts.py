@@ -9,9 +9,15 @@ from rlhf_kl.types import Prompts
 class PromptStream:
     """Prompts in an endless order, shuffled anew in each pass: it depends only on the seed and the step."""
 
-    def __init__(self, table: Prompts, batch_size: int, seed: int, samples: int = 1) -> None:
-        """`samples`: responses to each prompt, neighbours in a batch; divides `batch_size`."""
+    def __init__(
+        self, table: Prompts, batch_size: int, seed: int, samples: int = 1, longest: int | None = None
+    ) -> None:
+        """`samples`: responses to each prompt, neighbours in a batch; divides `batch_size`.
+
+        `longest`: tokens of a prompt at most, where others than those of the table may come.
+        """
         self.table, self.batch_size, self.seed, self.samples = table, batch_size, seed, samples
+        self._longest = longest
         self._epoch = -1
         self._order: list[int] = []
 
@@ -21,7 +27,7 @@ class PromptStream:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return max(map(len, self.table.ids))
+        return self._longest or max(map(len, self.table.ids), default=0)
 
     def batch(self, step: int, offset: int = 0, rows: int | None = None) -> Prompts:
         """Prompts `offset` to `offset + rows` of the global batch of a step (steps count from 1)."""

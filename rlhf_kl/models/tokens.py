@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 AS_WRITTEN = {"clean_up_tokenization_spaces": False}  # of a decoding: without it some put "n't" for " n't"
 
@@ -70,6 +71,26 @@ def decode_responses(tokenizer: Any, rows: Sequence[Sequence[int]], eos_ids: Seq
     ends = [token for token in eos_ids if token in tokenizer.added_tokens_decoder]
     apart = {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id, *ends}
     return decode_behind(tokenizer, [[token for token in row if token not in apart] for row in rows])
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Added tokens that are special, or that the chat template writes, as some do `<think>`; no blanks."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    added = tokenizer.added_tokens_decoder.items()
+    return {i for i, token in added if token.special or (token.content.strip() and token.content in template)}
+
+
+def text_of_each(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each token alone adds to the text of a prompt; the bytes of a part of a character (`<0xF0><0x9F>`)."""
+    numbers = {char: byte for byte, char in bytes_to_unicode().items()}
+    texts = decode_behind(tokenizer, [[each] for each in ids])
+    for place, name in enumerate(tokenizer.convert_ids_to_tokens(list(ids))):
+        if not texts[place]:
+            texts[place] = name or f"#{ids[place]}"
+        elif "\ufffd" in texts[place]:  # the name is as above, or has a sign for each byte
+            known = not name.isascii() and {*name} <= {*numbers}
+            texts[place] = "".join(f"<0x{numbers[char]:02X}>" for char in name) if known else name
+    return texts
 
 
 # ---- what tokens are behind a prompt: at the start of a text many tokenizers (Llama's, Mistral's) drop a space ----

@@ -54,7 +54,7 @@ class Samples:
 
     def pick(self, rows: Sequence[int]) -> Samples:
         """The figures of these responses, as far as they are known."""
-        names = ("kl", "lengths", "ended", "texts", "scores", "prompts")
+        names = ("kl", "lengths", "ended", "texts", "scores", "tokens", "prompts")
         columns = {name: getattr(self, name) for name in names}
         picked: Any = {name: [each[i] for i in rows if i < len(each)] for name, each in columns.items()}
         watched = {name: [each[i] for i in rows if i < len(each)] for name, each in self.watched.items()}

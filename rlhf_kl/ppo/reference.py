@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import shuffled, uniforms
-from rlhf_kl.types import REWARD, Responses, Sampled, Sampling
+from rlhf_kl.types import REWARD, Responses, Sampled, Sampling, Score
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
@@ -272,7 +272,7 @@ def reference_responses(
 
 
 def score_samples(
-    batches: Iterator[tuple[Responses, Sampled]], groups: list[int], scorers: Scorers, shaping: ScoreShaping
+    batches: Iterable[tuple[Responses, Sampled]], groups: list[int], scorers: Scorers | Score, shaping: ScoreShaping
 ) -> ReferenceSamples:
     """Score the reference's responses; responses without a score are left out.
 

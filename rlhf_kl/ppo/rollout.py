@@ -97,20 +97,22 @@ class Rollouts:
 
     def sample(self, step: int) -> tuple[Responses, Sampled]:
         """This rank's responses of update `step`."""
-        parts = self.parts
-        prompts, limit = parts.prompts, parts.sampling.max_new_tokens
-        rows = self.ranks.mine(range(prompts.batch_size))
-        noise = uniforms(prompts.batch_size, limit, prompts.seed, "rollout", step)[rows.start : rows.stop]
-        batch = prompts.batch(step, rows.start, len(rows))
-        return sample(parts.engine or self.model.policy, batch, noise, parts.sampling, parts.tokenizer)
+        rows = self.ranks.mine(range(self.parts.prompts.batch_size))
+        return sample_rollout(self.parts, self.model.policy, step, rows)
 
     def assess(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
         """Score these responses, and compare policy and reference at their tokens."""
-        prompts, device = responses.prompts, sampled.ids.device
-        scores = self.parts.scorers(responses)
+        return self.with_scores(self.compare(responses, sampled), self.parts.scorers(responses))
+
+    def with_scores(self, batch: RolloutBatch, scores: dict[str, Tensor]) -> RolloutBatch:
+        """A batch with these raw scores, shaped for PPO."""
         raw = scores[REWARD]
-        penalties = self.shaping.penalties(responses.ids, sampled.ended)
-        shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, penalties))
+        shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, batch.penalties)).float()
+        return replace(batch, scores=scores, shaped_scores=shaped.to(batch.mask.device))
+
+    def compare(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
+        """Policy and reference at the tokens of these responses, which have no scores yet."""
+        prompts, device = responses.prompts, sampled.ids.device
         layout = response_layout(prompts.ids, sampled)
         prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
         temperature = self.parts.sampling.temperature
@@ -123,16 +125,26 @@ class Rollouts:
             **stats._asdict(),
             values=values,
             drawn=sampled.logprobs,
-            scores=scores,
-            shaped_scores=shaped.float().to(device),
+            scores={},
+            shaped_scores=torch.zeros(len(prompts), device=device),
             ended=sampled.ended,
             prompts=prompts.texts,
             responses=responses.texts,
             rows=prompts.rows,
-            penalties=penalties,
+            penalties=self.shaping.penalties(responses.ids, sampled.ended),
             group=self.parts.prompts.samples,
             device=device,
         )
+
+
+def sample_rollout(
+    parts: RolloutParts, policy: LM, step: int, rows: range, prompts: Prompts | None = None
+) -> tuple[Responses, Sampled]:
+    """The responses of these rows of update `step`, to the prompts of its batch or to those that are given."""
+    stream, limit = parts.prompts, parts.sampling.max_new_tokens
+    noise = uniforms(stream.batch_size, limit, stream.seed, "rollout", step)[rows.start : rows.stop]
+    batch = stream.batch(step, rows.start, len(rows)) if prompts is None else prompts
+    return sample(parts.engine or policy, batch, noise, parts.sampling, parts.tokenizer)
 
 
 def unusable(rollout: RolloutBatch) -> UpdateSkipped | None:

@@ -117,9 +117,14 @@ class PPOTrainer:
             measures=controller.needs_update_kl or self.rate.adaptive is not None,
         )
 
-    def update(self, step: int) -> Update:
-        """Update number `step` (from 1). With a rollout that cannot be trained on nothing changes."""
-        rollout = self.rollouts(step)  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
+    def update(self, step: int, rollout: RolloutBatch | None = None) -> Update:
+        """Update number `step` (from 1). With a rollout that cannot be trained on nothing changes.
+
+        `rollout`: the one that was made last; None: it is made now.
+        """
+        rollout = (
+            self.rollouts(step) if rollout is None else rollout
+        )  # 1. y ~ pi(.|x); scores, log pi, log ref, V, exact KL
         coef, unit = self.controller.beta, self.settings.unit
         if (left_out := unusable(rollout)) is not None:
             return Update(rollout, coef, coef, math.nan, events=[left_out])

@@ -18,6 +18,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.control import adjusts
 from rlhf_kl.errors import InputError
 from rlhf_kl.monitors.facts import mean
+from rlhf_kl.monitors.kl_shares import kl_shares
 from rlhf_kl.report.equal_kl import EqualKL, Point, compare_groups
 from rlhf_kl.report.one_run import RunResult, read_run
 
@@ -68,6 +69,11 @@ class Variant:
         """The KL at the end over the target; None without a penalty, which has no target."""
         kl = self.mean("kl")
         return None if kl is None or self.constant_coef == 0 else kl / self.target
+
+    @cached_property
+    def kl_shares(self) -> dict[str, Any] | None:
+        """See `kl_shares`: of all seeds together."""
+        return kl_shares(part for run in self.runs.values() for part in run.token_parts)
 
     def mean(self, name: str) -> float | None:
         """Mean of a figure over seeds; None if a seed lacks it."""
@@ -177,7 +183,7 @@ class Comparison:
 
 
 def _variant_json(variant: Variant) -> dict[str, Any]:
-    """A variant's figures by seed, their mean and standard deviation."""
+    """A variant's figures by seed, their mean and standard deviation, and the tokens that carry its KL."""
     runs = variant.runs.items()
     names = [name for name in next(iter(variant.runs.values())).figures if name not in NO_MEANS]
     return {
@@ -185,6 +191,7 @@ def _variant_json(variant: Variant) -> dict[str, Any]:
         "seeds": {str(seed): run.figures | {"run": str(run.path), "status": run.status} for seed, run in runs},
         "mean": {name: variant.mean(name) for name in names},
         "sd": {name: variant.sd(name) for name in names},
+        "kl_by_token": variant.kl_shares,
     }
 
 

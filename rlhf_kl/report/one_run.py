@@ -16,6 +16,7 @@ from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.control.verdict import end, ratios
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.monitors.facts import CLOSING, StartEnd, closing_figures, control_figures, is_update, mean
+from rlhf_kl.monitors.kl_shares import Part, part_of
 from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
@@ -87,6 +88,11 @@ class RunResult:
     def texts(self) -> list[dict[str, Any]]:
         """See `held_out_texts`."""
         return held_out_texts(self.path)
+
+    @cached_property
+    def token_parts(self) -> list[Part]:
+        """The KL of the last evaluation's responses, by token and by place; empty without one."""
+        return list(map(part_of, read_jsonl(RunFolder(self.path).tokens)))
 
     @cached_property
     def closing(self) -> dict[str, StartEnd]:

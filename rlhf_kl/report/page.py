@@ -14,13 +14,24 @@ from markupsafe import Markup
 from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.control.verdict import BAND, BAND_FROM, verdict_text
 from rlhf_kl.monitors.facts import closing_note, score_error
+from rlhf_kl.monitors.kl_shares import kl_shares
+from rlhf_kl.report import token_tables
 from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.drawing import Chart, css, save_sheet, svg
 from rlhf_kl.report.one_run import RunResult, read_run
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.shell import source_name
-from rlhf_kl.text import duration, format_number, format_percent, read_number, safe_text, scorer_label, start_to_end
+from rlhf_kl.text import (
+    duration,
+    format_number,
+    format_percent,
+    read_number,
+    safe_text,
+    scorer_label,
+    start_to_end,
+    visible,
+)
 
 HOTTEST = 2.0  # nats of a token that gets the full colour
 STRONGEST = 0.7  # opacity of the full colour: text must stay legible
@@ -50,6 +61,8 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         notes=run.notes,
         alerts=[(row["step"], *text.partition(":")) for row in run.updates for text in row.get("alerts") or ()],
         charts=[render_chart(chart) for chart in run_charts(run)],
+        shares={"": kl_shares(run.token_parts)},
+        tables=token_tables,
         hottest=f"{HOTTEST:g}",
         texts=[(each["prompt"], _texts(run, each)) for each in run.texts],
         command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
@@ -143,10 +156,10 @@ def _texts(run: RunResult, texts: Mapping[str, Any]) -> list[tuple[str, str, Any
 def _token(token: Mapping[str, Any]) -> dict[str, str]:
     """A token with its colour and the text for the pointer."""
     logprob, ref, kl = (read_number(token, key) for key in ("logprob", "ref_logprob", "kl"))
-    blanks = safe_text(token["text"]).replace(" ", "␣") or "∅"
+    shown = visible(token["text"])
     opacity = STRONGEST * min(1.0, max(0.0, kl or 0.0) / HOTTEST)
     return {
         "text": token["text"] or "∅",
-        "tip": f"{blanks}  log π {format_number(logprob)}, log ref {format_number(ref)}, KL {format_number(kl)}",
+        "tip": f"{shown}  log π {format_number(logprob)}, log ref {format_number(ref)}, KL {format_number(kl)}",
         "style": f"background:rgba(var(--hot),{opacity:.2f})" if opacity >= 0.02 else "",
     }

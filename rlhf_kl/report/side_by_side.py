@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from rlhf_kl import ui
 from rlhf_kl.control import verdict as rule
+from rlhf_kl.report import token_tables
 from rlhf_kl.report.charts import KL_OVER_TARGET, compare_charts, held_charts, target_charts, variant_styles
 from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.drawing import Chart, save_sheet
@@ -60,6 +61,7 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         notes=comparison.notes,
         tints={name: style.tint for name, style in variant_styles(comparison).items()},
         links=links,
+        shares={variant.name: variant.kl_shares for variant in comparison.variants},
     )
 
 
@@ -101,6 +103,7 @@ def write_scaled(document: Mapping[str, Any], folder: RunFolder, name: str, widt
         notes=(),
         tints={},
         links={},
+        shares={},
     )
 
 
@@ -113,7 +116,10 @@ def _write(stem: Path, document: Mapping[str, Any], sections: Sections, width: i
     folder.mkdir(parents=True, exist_ok=True)
     write_json(stem.with_suffix(".json"), dict(document))
     drawn = [(title, [render_chart(chart) for chart in charts]) for title, charts, _ in sections]
-    write_atomic(page, render("compare.html", kind=stem.name, rule=rule, sections=drawn, refresh=None, **shown))
+    write_atomic(
+        page,
+        render("compare.html", kind=stem.name, rule=rule, tables=token_tables, sections=drawn, refresh=None, **shown),
+    )
     for title, charts, picture in sections:
         if picture and charts:
             save_sheet(charts, folder / picture, heading=f"{shown['name']}: {title}")

@@ -35,12 +35,13 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.tokens = self.path / "tokens.jsonl"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
         self.picture = self.path / "report.png"
         self.trackers = self.path / "trackers.json"
         self.copies = self.path / ".rlhf-kl.copies"  # the names of copied plugins, with hashes of their contents
-        records = (self.config, self.metrics, self.samples, self.summary)
+        records = (self.config, self.metrics, self.samples, self.tokens, self.summary)
         self.scale = [self.path / f"scale.{end}" for end in ("json", "html", "png")]  # of `rlhf-kl scale`
         self.files = (*records, self.report, self.picture, self.trackers, *self.scale)
         self.final = self.path / "final"

@@ -104,6 +104,9 @@ def ending_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _handling(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only there Python handles signals
+        yield
+        return
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

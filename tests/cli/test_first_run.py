@@ -19,7 +19,7 @@ from rlhf_kl import cli
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
 from rlhf_kl.plugins import load_attribute
-from rlhf_kl.train.load import Loader
+from rlhf_kl.training.load import Loader
 from tests.runs import Cli
 
 MORE = """
@@ -151,6 +151,7 @@ MISTAKES = [
     ("train prompts.jsonl", "prompts.jsonl:2:1", "is it YAML?"),
     ("eval --model tiny", "--model needs --texts"),
     ("eval --model tiny --run x", "exclude each other"),
+    ("eval --model tiny --tokens", "--tokens "),
     ("eval --config mine.yaml --checkpoint 2", "--checkpoint belongs to a run"),
     ("eval --model tiny --plugins", "--plugins belongs to a run: name one with --run"),
     ("generate --model tiny --quiet", "name prompts with --prompt"),

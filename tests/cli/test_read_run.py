@@ -83,7 +83,7 @@ def document(outcome: Any) -> Any:
 
 
 def test_a_run_as_a_table(place: Path, rlhf_kl: Cli) -> None:
-    outcome = rlhf_kl("eval", "--run", "run", "--plugins", "--quiet")
+    outcome = rlhf_kl("eval", "--run", "run", "--plugins", "--quiet", "--tokens")
     assert (outcome.code, outcome.err) == (0, "")
     lines = outcome.out.splitlines()
     assert lines[0].split() == ["policy", "reference"]
@@ -91,6 +91,7 @@ def test_a_run_as_a_table(place: Path, rlhf_kl: Cli) -> None:
     assert {line[:20].strip() for line in table} == {"score", "same", *map(str.strip, LABELS.values())}
     assert held_out_texts(place / "run")[0]["policy"][-1]["text"] in outcome.out
     assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert [line.split()[-1] for line in lines if line.startswith("all ")] == ["100.0%", "100.0%"]  # tokens, places
 
 
 def test_a_broken_model_has_no_figures_and_the_document_is_json(tiny_folder: Path, place: Path, rlhf_kl: Cli) -> None:

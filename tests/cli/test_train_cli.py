@@ -26,7 +26,7 @@ def test_the_run_folder(smoke: tuple[Path, Any]) -> None:
     folder, outcome = smoke
     assert (outcome.code, outcome.out) == (0, "")  # results of a training are files
     shown = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    files = {"config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json"}
+    files = {"config.yaml", "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "summary.json"}
     assert shown == files | {"tensorboard", "checkpoints", "final"}
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     assert len(list((folder / "tensorboard").glob("events.out.tfevents.*"))) == 1

@@ -14,7 +14,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, tiny_settings: dict[str, Any
     from rlhf_kl import ui
     from rlhf_kl.commands.train import train_command
     from rlhf_kl.config.resolve import load_config
-    from rlhf_kl.train.loop import run_train
+    from rlhf_kl.training.loop import run_train
 
     file = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     file.write_text(yaml.safe_dump(tiny_settings))

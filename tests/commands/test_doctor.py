@@ -92,7 +92,7 @@ def test_a_reward_that_fails_is_told_before_the_reference_is_sampled(
     doctor: Doctor, rlhf_kl: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad.py").write_text("def broken(prompts, responses):\n    return [len(r) / 0 for r in responses]\n")
-    monkeypatch.setattr("rlhf_kl.train.start.sample_references", lambda *_: pytest.fail("sampled many responses"))
+    monkeypatch.setattr("rlhf_kl.training.start.sample_references", lambda *_: pytest.fail("sampled many responses"))
     change = f"reward.kind={tmp_path / 'bad.py'}:broken"
     (finding,) = doctor(change, code=2)["config"]
     assert "reward: raised ZeroDivisionError" in finding[1]
@@ -122,7 +122,7 @@ def test_to_try_the_reward_changes_nothing(
     (tmp_path / "counts.py").write_text(COUNTS)
     changes = (f"reward.kind={tmp_path / 'counts.py'}:Counts", "ppo.total_episodes=32", "eval.every=1")
     train(tmp_path / "tried", *changes)
-    monkeypatch.setattr("rlhf_kl.train.start.try_reward", lambda *_: None)
+    monkeypatch.setattr("rlhf_kl.training.start.try_reward", lambda *_: None)
     train(tmp_path / "not", *changes)
     scores = [[row["objective/scores"] for row in rows(tmp_path / name)[:2]] for name in ("tried", "not")]
     assert scores[0] == scores[1]

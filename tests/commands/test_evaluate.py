@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
+from rlhf_kl.monitors.kl_shares import kl_shares
+from rlhf_kl.report.one_run import read_run
 from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.log import read_jsonl
 
@@ -117,6 +120,26 @@ def test_a_single_held_out_prompt_tells_no_error(tiny_run: Path) -> None:
     several = " ".join(_table(found | {"prompts": 2}).split())
     assert "tells no error" in table
     assert "tells no error" not in several
+
+
+def test_the_tokens_that_carry_the_kl_of_a_run_and_of_its_evaluation(tiny_run: Path) -> None:
+    """In the run's file, in its report and from `eval`: they add up to the KL that is logged."""
+    found = evaluate(run=tiny_run, tokens=True)
+    table = found.pop("kl_by_token")
+    assert found == evaluate(run=tiny_run)
+    assert {row["text"] for row in table["tokens"]} <= {*"abcd", "<eos>", "<pad>", "<bos>"}
+    kinds = {row["text"]: row["kind"] for row in table["tokens"]}
+    assert (kinds["a"], kinds["<eos>"]) == ("token", "eos")
+    assert "special" in kinds.values()  # this policy draws pad and bos too
+    count = sum(row["count"] for row in table["tokens"])
+    assert count == round(found["length"] * found["responses"]) == table["all"]["count"]
+    assert math.fsum(row["kl"] for row in table["tokens"]) / count == pytest.approx(found["kl_token"], rel=1e-12)
+    kept = kl_shares(read_run(tiny_run).token_parts)
+    assert kept is not None
+    last = json.loads((tiny_run / "summary.json").read_text())["final"]
+    assert kept["all"]["mean_kl"] == pytest.approx(last["eval/kl_token"], rel=1e-12)
+    assert {row["step"] for row in read_jsonl(tiny_run / "tokens.jsonl")} == {7}
+    assert "--tokens" in problem(model="x", tokens=True)
 
 
 def test_a_checkpoint_is_the_policy_after_its_update(tiny_run: Path, tmp_path: Path) -> None:

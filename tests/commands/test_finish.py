@@ -16,8 +16,8 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.monitors.facts import closing_figures, control_figures
 from rlhf_kl.ppo.reference import ReferenceScores
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.train.card import model_card
-from rlhf_kl.train.loop import TrainLoop
+from rlhf_kl.training.card import model_card
+from rlhf_kl.training.loop import TrainLoop
 
 
 def test_a_run_has_one_with_its_figures(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

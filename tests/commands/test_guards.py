@@ -17,7 +17,7 @@ from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.train.loop import TrainLoop
+from rlhf_kl.training.loop import TrainLoop
 from tests.runs import Train, rows
 
 
@@ -154,7 +154,7 @@ def test_full_memory_keeps_the_checkpoint_and_names_the_keys_of_what_did_not_fit
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == 3
     train(tmp_path / "run", "checkpoint.every=1", resume=True)
     assert calls == [1, 2, 3, 4, 4, 5, 6]
-    monkeypatch.setattr("rlhf_kl.train.start.check_policy", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr("rlhf_kl.training.start.check_policy", lambda *_: torch.empty(1 << 60))
     with pytest.raises(RunFailed) as caught:
         train(tmp_path / "other")
     assert all(key in str(caught.value) for key in ("rollout.batch_size", "ppo.microbatch_size"))

@@ -24,7 +24,7 @@ from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run import run as run_module
 from rlhf_kl.run.run import Run
-from rlhf_kl.train import final, loop
+from rlhf_kl.training import final, loop
 from tests.runs import Cli, Killed, Train, rows, unfinished
 
 
@@ -39,6 +39,7 @@ def summary(folder: Path) -> dict[str, Any]:
 def assert_same_run(one: Path, other: Path) -> None:
     assert rows(one) == rows(other)
     assert rows(one, "samples.jsonl") == rows(other, "samples.jsonl")
+    assert rows(one, "tokens.jsonl") == rows(other, "tokens.jsonl")
     assert summary(one) == summary(other)
     files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
     assert files == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))

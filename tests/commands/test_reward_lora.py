@@ -15,7 +15,7 @@ from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
-from rlhf_kl.train.load import Loader
+from rlhf_kl.training.load import Loader
 from tests.runs import Cli, Train, jsonl, rows, sets
 
 TEXTS = ["abc", "dd", "a", "bcdabcd"]

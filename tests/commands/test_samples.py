@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_kl.train.samples import sample_rows
+from rlhf_kl.training.samples import sample_rows
 from rlhf_kl.types import RolloutBatch
 
 ROWS, WIDTH = 8, 3

@@ -13,7 +13,7 @@ from rlhf_kl.data.chat import chat_exchange, opening, plain_text, without_openin
 from rlhf_kl.data.prepare import prepare_prompts
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow
-from rlhf_kl.train.resolved import decided_chat
+from rlhf_kl.training.resolved import decided_chat
 from rlhf_kl.types import Prompt, Prompts
 from tests.made import Make, numbers, problem
 

@@ -10,7 +10,7 @@ from rlhf_kl.data.chat import Unusable, plain_text, split_conversation
 from rlhf_kl.data.rows import Example, Labelled, Pair
 from rlhf_kl.errors import InputError
 from rlhf_kl.templates import fill, template_fields
-from rlhf_kl.train.sets import divided, drawn
+from rlhf_kl.training.sets import divided, drawn
 from tests.made import numbers, problem
 
 USER, ASSISTANT = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}

@@ -25,7 +25,7 @@ from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.data.files import load_rows
 from rlhf_kl.data.rows import read_labels, read_texts
 from rlhf_kl.errors import InputError
-from rlhf_kl.train.sets import example_reader, pair_reader
+from rlhf_kl.training.sets import example_reader, pair_reader
 
 GENERATED = settings(
     max_examples=int(os.environ.get("RLHF_KL_FUZZ", "500")) // 2,

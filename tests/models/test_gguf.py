@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rlhf_kl.errors import InputError
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
-from rlhf_kl.train.load import Loader
+from rlhf_kl.training.load import Loader
 from tests.runs import Cli, sets
 
 WORDS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(97, 123)), "\u2581"]

@@ -11,7 +11,16 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer
 from rlhf_kl.models.scratch import classifier_from_lm, train_tokenizer
-from rlhf_kl.models.tokens import decode_behind, decode_responses, encode, encode_behind, pad, position_ids
+from rlhf_kl.models.tokens import (
+    decode_behind,
+    decode_responses,
+    encode,
+    encode_behind,
+    pad,
+    position_ids,
+    special_ids,
+    text_of_each,
+)
 from tests.made import Make
 
 
@@ -47,12 +56,37 @@ def test_an_ordinary_token_that_ends_a_response_is_in_its_text(letters: Any) -> 
     assert decode_responses(letters, [[3, 4, 5], [3, 2], [3, 2, 0]], [2, 5]) == ["abc", "a", "a"]
 
 
+def test_special_are_those_of_the_template_too_but_no_blanks_and_no_words(letters: Any) -> None:
+    chat = copy.deepcopy(letters)
+    chat.add_tokens(["<think>", "<other>", "  "])
+    chat.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    names = ["<think>", "<other>", "  ", "<|user|>", "a"]
+    ids = dict(zip(names, chat.convert_tokens_to_ids(names), strict=True))
+    own = {0, 1, 2, ids["<|user|>"]}
+    assert special_ids(chat) == own
+    chat.chat_template = "{% for m in messages %}  <|user|>a<think>{% endfor %}"
+    assert special_ids(chat) == own | {ids["<think>"]}
+
+
 SENTENCES = ["the room was clean", "the food was cold", "the room was cold and the food was clean"] * 5
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return train_tokenizer(SENTENCES, vocab_size=300, context=64)
+
+
+def test_each_token_has_a_text_of_its_own(tokenizer: Any) -> None:
+    """A part of a character has its bytes, an id that no token has its number."""
+    *words, first, second = text_of_each(tokenizer, encode(tokenizer, "the é", bos=False))
+    assert ("".join(words), first, second) == ("the ", "<0xC3>", "<0xA9>")
+    assert text_of_each(tokenizer, [99_999]) == ["#99999"]
+    names = ["a", "\u2581a", "<0xC3>", "<0xA9>", "\n"]  # as those of SentencePiece
+    other = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    space = decoders.Replace("\u2581", " ")
+    other.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    found = text_of_each(PreTrainedTokenizerFast(tokenizer_object=other), range(5))
+    assert found == ["a", " a", "<0xC3>", "<0xA9>", "\n"]
 
 
 @pytest.mark.parametrize("text", ["the room was clean", " leading space", "naïve café 🙂\nline", "", "a  b "])

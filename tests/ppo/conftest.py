@@ -50,7 +50,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     from rlhf_kl.rewards.plugin import PluginReward
     from rlhf_kl.rewards.scorer import Scorer, Scorers
     from rlhf_kl.rewards.shaping import ScoreShaping
-    from rlhf_kl.train.trainer import ppo_settings
+    from rlhf_kl.training.trainer import ppo_settings
     from rlhf_kl.types import Sampling
 
     def make(

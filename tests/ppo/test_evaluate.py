@@ -30,7 +30,7 @@ from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.train.samples import heldout_rows, token_rows, token_texts
+from rlhf_kl.training.samples import heldout_rows, token_rows, token_texts
 from rlhf_kl.types import Prompts, Sampled, Sampling
 from tests.made import Make
 

@@ -13,7 +13,7 @@ from rlhf_kl.ops.masked import mean_of_groups
 from rlhf_kl.ppo.metrics import rollout_metrics, sampling_gap, update_row
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.step import Update
-from rlhf_kl.train.trainer import ppo_settings
+from rlhf_kl.training.trainer import ppo_settings
 from tests.made import Make, rollout
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])

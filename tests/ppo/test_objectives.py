@@ -15,7 +15,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.ops.head import Head
 from rlhf_kl.ppo.objectives import Loss, Tokens, ppo_targets
 from rlhf_kl.ppo.step import PPOTrainer
-from rlhf_kl.train.trainer import ppo_settings
+from rlhf_kl.training.trainer import ppo_settings
 from rlhf_kl.types import RolloutBatch
 from tests.made import rollout
 

@@ -25,7 +25,7 @@ from rlhf_kl.ppo.reference import (
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
-from rlhf_kl.train.start import starting_coef
+from rlhf_kl.training.start import starting_coef
 from rlhf_kl.types import Prompts, Responses, Sampled, Sampling
 from tests.made import Make
 

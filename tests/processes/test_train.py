@@ -120,6 +120,12 @@ def test_two_processes_make_the_run_of_one(runs: Runs, variant: str) -> None:
         samples.append([(row["step"], row["prompt"], row["response"], row.get("score_mean")) for row in rows])
     assert samples[0]
     assert samples[0] == samples[1]
+    tables = [{(row["text"], row["id"]): row for row in read_jsonl(folder / "tokens.jsonl")} for folder in folders]
+    assert tables[0].keys() == tables[1].keys()
+    assert sum(row["kl"] for row in tables[0].values()) > 0
+    for name, row in tables[0].items():
+        for key, value in row.items():
+            assert_close(value, tables[1][name][key], f"tokens.jsonl: {name}, {key}")
     name = "adapter_model.safetensors" if "adapter" in variant else "model.safetensors"
     before, after = (load_file(folder / "final" / name) for folder in folders)
     for key, tensor in before.items():

@@ -33,7 +33,7 @@ def test_variants_families_and_figures_follow_from_configs_and_rows(grid: Grid) 
     assert set(document) == {"target", "unit", "variants", "equal_kl", "verdict", "notes"}
     assert document["verdict"] == "one\ntwo"
     static = document["variants"]["static-1x"]
-    assert set(static) == {"family", "seeds", "mean", "sd"}
+    assert set(static) == {"family", "seeds", "mean", "sd", "kl_by_token"}
     keys = {"tail_error", "time_in_band", "peak", "kl", "scores", "gold", "perplexity"}
     assert keys <= set(static["seeds"]["0"])
     assert static["mean"]["kl"] == pytest.approx(0.1005)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,14 @@ from urllib.parse import unquote
 
 import pytest
 
+from rlhf_kl.monitors.kl_shares import kl_parts
 from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.comparison import read_comparison
 from rlhf_kl.report.one_run import read_run
 from rlhf_kl.report.page import report_page
 from rlhf_kl.report.side_by_side import write_comparison
-from tests.runs import Rows, Write
+from rlhf_kl.report.token_tables import TITLE
+from tests.runs import Rows, Write, jsonl
 
 HOSTILE = '</p><script>document.title="owned"</script><img src=x onerror="1"> \x1b[2J \u202e &amp; {{ 7*7 }}'
 TILT = [{"coef": 0.1 * i, "kl": 2.0 / i**2, "gain": 2.0 / i} for i in range(1, 12)]
@@ -99,6 +103,37 @@ def test_each_scorer_that_never_trains_has_a_figure_and_a_curve(write_run: Write
     assert (lines["polite"].x, lines["polite"].y) == ([1, 11, 21, 22], [0.25, 2.75, 5.25, 5.5])
     assert list(lines["polite"].low) == [0.125, 2.625, 5.125, 5.375]
     assert lines["true score"].x == [1, 11, 21, 22]
+
+
+def carriers(path: Path, *kls: float) -> Path:
+    """Writes the KL by token of a run: of hostile tokens, and of EOS in the end."""
+    named = {i: ("token", f"{i}{HOSTILE}") for i in range(len(kls) - 1)} | {len(kls) - 1: ("eos", "<eos>")}
+    parts = kl_parts([[range(len(kls)), kls, [0.0] * len(kls), kls]], named)
+    return Path(jsonl(path / "tokens.jsonl", [{"step": 22} | asdict(part) for part in parts])).parent
+
+
+def test_the_tokens_that_carry_the_kl_of_a_run_and_of_variants(write_run: Write, metrics_rows: Rows) -> None:
+    """Of a variant all seeds count together; one whose run has no evaluation has no table."""
+    rows, runs = metrics_rows(KLS), []
+    for seed, kls in enumerate([(3.0, 1.0, 0.0), (0.0, 1.0, 3.0)]):
+        runs.append(carriers(write_run(f"one-s{seed}", rows, config={"run": {"seed": seed}}), *kls))
+    runs.append(write_run("bare", rows, config={"kl": {"target": 0.2}}))
+    page, bare = (report_page(read_run(run)) for run in (runs[0], runs[2]))
+    title = f"<h2>{TITLE}"
+    assert (page.count(title), bare.count(title)) == (1, 0)
+    table = unescape(page.partition(title)[2])
+    assert re.findall(r">([\d.]+%)<", table) == ["75.0%", "25.0%", "0.0%", "100.0%", "75.0%", "25.0%", "100.0%"]
+    assert "0" + HOSTILE[:9] in table
+    assert page.count("<script") == 1
+    out = runs[0].parent / "out"
+    write_comparison(read_comparison(runs), out, "both")
+    found = json.loads((out / "compare.json").read_text())["variants"]
+    one = found["one"]["kl_by_token"]
+    assert [(row["id"], row["count"], row["kl"]) for row in one["tokens"]] == [(0, 2, 3.0), (1, 2, 2.0), (2, 2, 3.0)]
+    assert found["bare"]["kl_by_token"] is None
+    text = (out / "compare.html").read_text()
+    assert (text.count(title), text.count("<details><summary>one: ")) == (1, 1)
+    assert "<script" not in text
 
 
 def test_a_run_that_has_only_begun(write_run: Write) -> None:

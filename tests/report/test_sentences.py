@@ -135,5 +135,6 @@ def test_a_true_difference(grid: Grid, shift: float, word: str) -> None:
 
 def test_a_table_as_text() -> None:
     assert text_table(("run", "KL"), [["a", "0.10"], ["longer", "1"]]) == "run       KL\na       0.10\nlonger     1"
+    assert text_table(("run", "KL"), [["你好", "1"], ["ab", "2"]]) == "run   KL\n你好   1\nab     2"  # two columns wide
     narrow = text_table(("run", "KL", "score"), [["a", "0.10", "3.0"]], 12)
     assert narrow == "run    KL\na    0.10\n\nrun  score\na      3.0"

@@ -87,7 +87,7 @@ def test_removing_a_run_keeps_what_is_the_users(tmp_path: Path) -> None:
     assert (precious / "file").read_text() == "x"
 
 
-FILES = ["config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "report.png"]
+FILES = ["config.yaml", "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "summary.json", "report.html", "report.png"]
 FOLDERS = ["final", "merged", "checkpoints", "checkpoints/step-000005", "tensorboard", "scaled-0.5"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_kl import ui
-from rlhf_kl.config.named import NamedPlugin, load_reward
+from rlhf_kl.config.named import NOTHING, Given, NamedPlugin, load_reward
 from rlhf_kl.config.schema.reward import SUM, ScorerSection, TermSection
 from rlhf_kl.config.schema.sections import RunSection, TunedSection
 from rlhf_kl.errors import blame
@@ -61,14 +61,18 @@ class Loader:
     `key` is the config key of a name. Errors: InputError, with the key in front.
     """
 
-    def __init__(self, run: RunSection | None = None, device: Any = "cpu", *, mapped: bool = False) -> None:
+    def __init__(
+        self, run: RunSection | None = None, device: Any = "cpu", *, mapped: bool = False, given: Given = NOTHING
+    ) -> None:
         """`run`: the section of a config. `device`: of the models that are only read.
 
         `mapped`: models are sharded later, and until then their weights stay in their files, see `Access`.
+        `given`: see `load_reward`.
         """
         run = run or RunSection()
         self.device: Any = "cpu" if mapped else device
         self.dtype = compute_dtype(run.dtype)
+        self.given = given
         self.access = Access(remote_code=run.trust_remote_code, pickle=run.allow_pickle)
         self.mapped = replace(self.access, mapped=mapped)  # of a whole model; an adapter's base is float32
 
@@ -186,7 +190,7 @@ class Loader:
             assert scorer.model is not None
             return self.reward_model(scorer.model, f"{where}.model", scorer)
         plugin = NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
-        target, arguments = load_reward(plugin)
+        target, arguments = load_reward(plugin, self.given)
         return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
 
 

@@ -12,8 +12,8 @@ import pytest
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.models.pretrained import load_causal_lm
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.resolved import resolve
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.resolved import resolve
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}d"
 TALK = [{"role": "user", "content": "ab"}]

@@ -19,9 +19,9 @@ from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import tensors_of
-from rlhf_kl.train.card import model_card
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.setup import Setup
+from rlhf_kl.training.card import model_card
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.setup import Setup
 from rlhf_kl.ui import log
 
 

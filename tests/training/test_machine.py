@@ -17,8 +17,8 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.sections import RunSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers
-from rlhf_kl.train.device import bfloat16_slowdown, group_size, on_this_machine, pick_device, run_device
-from rlhf_kl.train.shards import shard_models
+from rlhf_kl.training.device import bfloat16_slowdown, group_size, on_this_machine, pick_device, run_device
+from rlhf_kl.training.shards import shard_models
 from tests.runs import Cli, sets
 
 

@@ -9,7 +9,7 @@ import torch
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import InputError
 from rlhf_kl.sharding import bring, layers_of, shard, shard_trained
-from rlhf_kl.train.setup import Setup, frozen_models
+from rlhf_kl.training.setup import Setup, frozen_models
 
 
 def shard_models(config: TrainConfig, setup: Setup, device: torch.device) -> None:

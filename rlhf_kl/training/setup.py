@@ -33,11 +33,13 @@ from rlhf_kl.ppo.origin import same_weights
 from rlhf_kl.ppo.rollout import RolloutParts
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
-from rlhf_kl.train import sets
-from rlhf_kl.train.load import Loaded, Loader
-from rlhf_kl.train.resolved import Resolved, decided_chat, with_chat
+from rlhf_kl.training import sets
+from rlhf_kl.training.load import Loaded, Loader
+from rlhf_kl.training.resolved import Resolved, decided_chat, with_chat
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
+
+NO_PROMPTS = Prompts([], [], [], [])
 
 
 @dataclass(kw_only=True)
@@ -65,7 +67,7 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
     """
     config = resolved.config
     loader = Loader(config.run, device, mapped=config.policy.shard)
-    frozen = Loader(config.run, device, mapped=config.reference.shard)
+    frozen = Loader(config.run, device, mapped=config.reference.shard, given=resolved.given)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     policy, tokenizer = LM(loaded.model.to(loader.device), loader.dtype), loaded.tokenizer
     reference, is_initial_policy = build_reference(config, frozen, loaded)
@@ -98,11 +100,30 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
 def build_streams(
     config: TrainConfig, rows: Sequence[list[PromptRow]], policy: Any, tokenizer: Any
 ) -> tuple[PromptStream, PromptStream]:
-    """The prompts to train on, and the held-out ones."""
-    train, kept = build_prompts(config, rows, policy, tokenizer)
+    """The prompts to train on, and the held-out ones; without rows both come later."""
+    if not rows[0]:
+        return streams(config, NO_PROMPTS, NO_PROMPTS, longest=prompt_room(config, policy))
+    return streams(config, *build_prompts(config, rows, policy, tokenizer))
+
+
+def streams(
+    config: TrainConfig, train: Prompts, kept: Prompts, longest: int | None = None
+) -> tuple[PromptStream, PromptStream]:
+    """Prompts to train on and held-out ones in the order of the run. `longest`: of prompts that come later."""
     batch, seed = config.rollout.batch_size, config.run.seed
     heldout = PromptStream(kept, config.eval.most_responses, seed)  # few prompts: each is answered more than once
-    return PromptStream(train, batch, seed, config.rollout.samples_per_prompt), heldout
+    return PromptStream(train, batch, seed, config.rollout.samples_per_prompt, longest), heldout
+
+
+def prompt_room(config: TrainConfig, policy: Any) -> int | None:
+    """Tokens of a prompt that fit into the context beside the response; None = no limit.
+
+    Errors: InputError where nothing is left.
+    """
+    context, new = context_length(policy), config.rollout.max_new_tokens
+    if context is not None and new >= context:
+        raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
+    return None if context is None else context - new
 
 
 def build_engine(config: TrainConfig, policy: LM, longest: int) -> VLLM | None:
@@ -153,11 +174,7 @@ def build_prompts(
     config: TrainConfig, read: Sequence[list[PromptRow]], policy: Any, tokenizer: Any
 ) -> tuple[Prompts, Prompts]:
     """Prompts to train on and held-out ones, as tokens that fit into the context beside the response."""
-    context = context_length(policy)
-    new = config.rollout.max_new_tokens
-    if context is not None and new >= context:
-        raise InputError(f"rollout.max_new_tokens: {new} + a prompt > {context}, the model's context: lower it")
-    room = None if context is None else context - new
+    room = prompt_room(config, policy)
     train_rows, kept_rows = read
     form = with_chat(config, decided_chat(config.data, train_rows, tokenizer)).data
     train = usable_prompts("data.prompts", train_rows, policy, tokenizer, room, form)

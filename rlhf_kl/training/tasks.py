@@ -15,9 +15,9 @@ from rlhf_kl.rewards.model import RewardModel, TextFormat
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.supervised.fit import Task
 from rlhf_kl.supervised.kinds import LabelTask, PairTask, ResponseTask, TextTask
-from rlhf_kl.train import sets
-from rlhf_kl.train.load import Loader, base_name, tuned
-from rlhf_kl.train.sets import drawn
+from rlhf_kl.training import sets
+from rlhf_kl.training.load import Loader, base_name, tuned
+from rlhf_kl.training.sets import drawn
 
 
 def build_task(config: SFTConfig | RewardModelConfig, loader: Loader) -> Task:

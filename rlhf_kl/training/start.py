@@ -36,9 +36,9 @@ from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.shell import shell_command
-from rlhf_kl.train.device import LAUNCH
-from rlhf_kl.train.setup import Setup
-from rlhf_kl.train.trainer import build_trainer
+from rlhf_kl.training.device import LAUNCH
+from rlhf_kl.training.setup import Setup
+from rlhf_kl.training.trainer import build_trainer
 from rlhf_kl.types import Responses, Sampled
 from rlhf_kl.ui import log
 
@@ -65,16 +65,24 @@ class Training:
 
 
 def prepare_training(
-    config: TrainConfig, setup: Setup, ranks: Ranks | None = None, saved: dict[str, Any] | None = None
+    config: TrainConfig,
+    setup: Setup,
+    ranks: Ranks | None = None,
+    saved: dict[str, Any] | None = None,
+    samples: ReferenceSamples | None = None,
 ) -> Training:
     """The trainer of a run. `saved`: the figures from before its first update, as in `Training.state_dict`.
 
+    `samples`: responses of the reference with their scores, where some are there already.
     Errors: GuardStop, InputError from the checks at the start.
     """
     ranks = ranks or Ranks()
     if saved is None:
         with unsharded(*setup.sharded):
-            scores, shaping = score_reference(config, setup, ranks)
+            ranks.run(lambda: check_policy(config, setup))
+            if samples is None:
+                samples = score_reference(config, setup, ranks)
+        scores, shaping = samples.shaped(configured_shaping(config), normalize=config.reward.normalize)
         coef, note, _ = starting_coef(config, scores)
         if note:
             log.info(note)
@@ -139,16 +147,20 @@ def check_sizes(config: TrainConfig, processes: int) -> None:
         raise InputError(*problems)
 
 
-def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[ReferenceScores, ScoreShaping]:
-    """Sample the reference, check the start, and fit the score's scale. Equal scores call for more samples."""
+def configured_shaping(config: TrainConfig) -> ScoreShaping:
+    """The shaping of scores, before its scale is fitted."""
     section = config.reward
-    shaping = ScoreShaping(
+    return ScoreShaping(
         clip=section.clip,
         missing_eos_penalty=section.missing_eos_penalty,
         length_penalty=section.length_penalty,
         repetition_penalty=section.repetition_penalty,
     )
-    ranks.run(lambda: check_policy(config, setup))
+
+
+def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> ReferenceSamples:
+    """Sample the reference and score it. Equal scores call for more samples."""
+    section, shaping = config.reward, configured_shaping(config)
     ranks.run(lambda: try_reward(config, setup), scores=True)
 
     def are_enough(samples: ReferenceSamples) -> bool:
@@ -168,7 +180,7 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> tuple[Re
     empty = float((samples.lengths <= 1).float().mean())
     if empty > MANY_EMPTY:
         log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
-    return samples.shaped(shaping, normalize=section.normalize)
+    return samples
 
 
 def sample_references(

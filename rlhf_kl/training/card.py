@@ -60,9 +60,8 @@ def scaled_card(config: TrainConfig, row: Mapping[str, Any], reference: Mapping[
 def _card(config: TrainConfig, table: Mapping[str, Any], note: str, *, adapter: bool) -> str:
     base = source_name(config.policy.model)
     loaded = base.replace("@", ",revision=") if "/" in base else "FOLDER-OF-THE-BASE"
-    pages = Environment(
-        loader=PackageLoader("rlhf_kl.train"), undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
+    loader = PackageLoader("rlhf_kl.training")
+    pages = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     return pages.get_template("card.md").render(
         name=config.run.name,
         base=base,

@@ -18,7 +18,7 @@ from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.models.pretrained import load_causal_lm, load_reward_model, load_tokenizer
 from rlhf_kl.rewards.model import RewardModel
-from rlhf_kl.train.world_files import with_files
+from rlhf_kl.training.world_files import with_files
 
 SMALL = "builtin:reviews-small"
 DATA = ("train", "heldout", "prompts", "heldout_prompts", "pairs", "heldout_pairs")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.clock import speed
+from rlhf_kl.config.named import NOTHING, Given
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import EngineFailed
@@ -17,24 +19,21 @@ from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.monitors.facts import StartEnd, closing_figures, control_figures, is_update, score_error
-from rlhf_kl.ops.masked import all_finite
-from rlhf_kl.ppo.checks import check_first
-from rlhf_kl.ppo.metrics import update_row
-from rlhf_kl.rewards.scorer import mean_metrics
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
-from rlhf_kl.run.log import read_jsonl
+from rlhf_kl.run.folder import write_atomic
+from rlhf_kl.run.log import encode_json, read_jsonl
 from rlhf_kl.run.run import Run
-from rlhf_kl.sharding import held_share, local
 from rlhf_kl.text import duration
-from rlhf_kl.train.card import model_card
-from rlhf_kl.train.device import run_device
-from rlhf_kl.train.evaluation import evaluate_policy
-from rlhf_kl.train.final import write_final
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.samples import sample_rows
-from rlhf_kl.train.setup import Setup, build_setup
-from rlhf_kl.train.shards import shard_models
-from rlhf_kl.train.start import Training, check_sizes, held_out, prepare_training
+from rlhf_kl.training.card import model_card
+from rlhf_kl.training.device import run_device
+from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.final import write_final
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.samples import sample_rows
+from rlhf_kl.training.setup import Setup, build_setup
+from rlhf_kl.training.shards import shard_models
+from rlhf_kl.training.start import Training, check_sizes, held_out, prepare_training
+from rlhf_kl.training.updates import update_policy
 from rlhf_kl.types import RolloutBatch
 from rlhf_kl.ui import log
 
@@ -42,11 +41,11 @@ ROLLBACK_RAISE = 2.0  # of beta
 LONG_S = 60.0  # between two checkpoints: so much that it is told
 
 
-def run_train(config: TrainConfig, run: Run) -> dict[str, Any]:
-    """Train a policy; returns the summary."""
+def run_train(config: TrainConfig, run: Run, given: Given = NOTHING) -> dict[str, Any]:
+    """Train a policy; returns the summary. `given`: see `resolve`."""
     check_sizes(config, run.ranks.count)
     device = run_device(config.run, group=True)
-    resolved = run.ranks.first_before_others(lambda: resolve(config))
+    resolved = run.ranks.first_before_others(lambda: resolve(config, given))
     setup = run.ranks.first_before_others(lambda: build_setup(resolved, device))
     config = resolved.stored
     run.check(config, device, setup.fingerprints)
@@ -132,35 +131,20 @@ class TrainLoop:
         held, at_end = self.training.heldout, step > self.config.updates
         more = held_out(self.config, self.setup, self.ranks, more=True) if at_end else None
         count = len(held.firsts) + (0 if more is None else len(more.firsts))
+        same = self.setup.reference_is_initial_policy
         with ui.progress(f"evaluating on {len(held.texts)} texts and {count} responses"):
-            figures, samples = evaluate_policy(held, self.setup.reference_is_initial_policy, step, events, more)
+            figures, samples, parts = evaluate_policy(held, same, step, events, more)
         for row in samples:
             self.run.sample({"step": step} | row)
+        if self.ranks.writes:
+            rows = (encode_json({"step": step} | asdict(part)) for part in parts)
+            write_atomic(self.run.folder.tokens, b"".join(row + b"\n" for row in rows))
         return figures
 
     def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, list[Event]]:
         """One update: its row, the rollout and its events. One that is not finite is left out."""
-        config, clock, trainer = self.config, self.training.clock, self.trainer
-        self.scorers.begin(step, config.updates)  # discards what an evaluation logged
-        with clock.timed("time/update_s"):
-            update = trainer.update(step)
-        rollout, events = update.rollout, update.events
-        row = update_row(update, trainer.settings)
-        seconds = clock.read()
-        seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
-        if not all(self.ranks.all(all_finite(map(local, trainer.trained)))):
-            events.append(WeightsLost())
-        row |= seconds | {
-            "step": step,
-            "episodes": step * config.rollout.batch_size,
-            **mean_metrics(self.ranks.all(self.scorers.logged_metrics())),
-            "dist/world_size": self.ranks.count,
-            "dist/held": held_share(trainer.trained),
-        }
-        row = self.ranks.first(row)  # times are those of the first process
-        if step <= config.ppo.value_warmup + 1:
-            check_first(row, float32=config.run.dtype == "float32")
-        return row, rollout, events
+        self.scorers.begin(step, self.config.updates)  # discards what an evaluation logged
+        return update_policy(self.config, self.training, self.scorers, self.ranks, step)
 
     # ---- what the monitors decide
 

@@ -16,10 +16,10 @@ from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.rows import Labelled, Pair, PromptRow, read_texts
 from rlhf_kl.errors import InputError
-from rlhf_kl.train import sets
-from rlhf_kl.train.load import Loader
-from rlhf_kl.train.setup import build_prompts
-from rlhf_kl.train.world_files import with_files
+from rlhf_kl.training import sets
+from rlhf_kl.training.load import Loader
+from rlhf_kl.training.setup import build_prompts
+from rlhf_kl.training.world_files import with_files
 from rlhf_kl.types import Prompts, Responses
 from tests.made import Make, problem
 from tests.runs import jsonl

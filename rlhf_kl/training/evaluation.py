@@ -1,12 +1,13 @@
-"""The held-out evaluation of a run: its `eval/*` figures, and the responses for `samples.jsonl`."""
+"""The held-out evaluation of a run: its `eval/*` figures, responses for `samples.jsonl`, and the KL by token."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlhf_kl.events import Event
+from rlhf_kl.monitors.kl_shares import Part
 from rlhf_kl.ppo.heldout import STDERR, HeldOut, figures_of, own_figures
-from rlhf_kl.train.samples import heldout_rows
+from rlhf_kl.training.samples import heldout_rows, token_parts
 
 ROW = ("bits_per_byte", "documents", "unscored", "forward_kl_token", "distinct_2")
 WITH_ERRORS = ("perplexity", "scores", "kl_token")
@@ -14,8 +15,8 @@ WITH_ERRORS = ("perplexity", "scores", "kl_token")
 
 def evaluate_policy(
     held: HeldOut, began_as_reference: bool, step: int, events: list[Event], more: HeldOut | None = None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The `eval/*` figures of the policy before update `step`, and its `heldout_rows`.
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[Part]]:
+    """The `eval/*` figures of the policy before update `step`, its `heldout_rows`, and its `token_parts`.
 
     `events` gets what is left out. `more`: further prompts, for the scores. Errors: InputError from a reward.
     """
@@ -31,4 +32,5 @@ def evaluate_policy(
     if of_reference is not None:
         known = of_reference | own_figures(other)
         row |= {f"eval/reference_{name}": known[name] for name in ("perplexity", "distinct_2", *other.watched)}
-    return row, heldout_rows(held, every, others if step == 1 else None, held.scorers.column_names)
+    rows = heldout_rows(held, every, others if step == 1 else None, held.scorers.column_names)
+    return row, rows, token_parts(held, own)

@@ -7,9 +7,9 @@ import torch
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.distributed import Ranks
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.setup import build_setup
-from rlhf_kl.train.start import score_reference
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.setup import build_setup
+from rlhf_kl.training.start import score_reference
 
 
 def test_each_reference_sample_keeps_its_prompt_in_every_round(tiny_settings: dict[str, Any], tmp_path: Path) -> None:
@@ -20,10 +20,10 @@ def test_each_reference_sample_keeps_its_prompt_in_every_round(tiny_settings: di
     changes = {"reward": {"kind": f"{tmp_path}/mine.py:of_prompt"}, "rollout": {"reference_samples": 480}}
     merged = {name: tiny_settings[name] | section for name, section in changes.items()}
     config = TrainConfig.model_validate(tiny_settings | merged)
-    scores, _ = score_reference(config, build_setup(resolve(config), torch.device("cpu")), Ranks())
-    assert len(scores.shaped) == len(scores.groups) == 480
+    samples = score_reference(config, build_setup(resolve(config), torch.device("cpu")), Ranks())
+    assert len(samples.scores) == len(samples.groups) == 480
     of_groups: dict[int, set[float]] = {}
-    for group, score in zip(scores.groups, scores.shaped, strict=True):
+    for group, score in zip(samples.groups, samples.scores.tolist(), strict=True):
         of_groups.setdefault(group, set()).add(score)
     assert {len(found) for found in of_groups.values()} == {1}
     assert len({score for found in of_groups.values() for score in found}) > 5

@@ -29,7 +29,7 @@ from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.sharding import shard_trained
-from rlhf_kl.train.setup import Setup, feature_rewards, value_start
+from rlhf_kl.training.setup import Setup, feature_rewards, value_start
 
 
 def build_trainer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -36,10 +36,15 @@ CHARACTERS = 8_000  # of the texts that a run's evaluations read by default: abo
 FEWEST_TEXTS = 4  # however long
 
 
-def load(key: str, ref: str, split: str, read: Reader[T], most: int | None = None) -> list[T]:
-    """At most `most` rows of the file or data set under the config key `key` (None = all), as `read` makes them."""
+def load(
+    key: str, ref: str, split: str, read: Reader[T], most: int | None = None, given: Sequence[Any] | None = None
+) -> list[T]:
+    """At most `most` rows of the file or data set under the config key `key` (None = all), as `read` makes them.
+
+    `given`: the rows, where they came from Python.
+    """
     with ui.progress(f"reading {key}"), blame(key):
-        found, left_out = read(load_rows(ref, split), ref)
+        found, left_out = read(load_rows(ref, split) if given is None else list(given), ref)
     if left_out:
         log.info(f"{key}: {left_out}")
     return drawn(found, most)
@@ -90,10 +95,22 @@ def pair_reader(data: PairsSection) -> Reader[Pair]:
 # ---- training rows and held-out rows
 
 
-def prompts(data: PromptsSection, held: EvalSection) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Prompts; if no held-out ones are named, one in twenty is held out, and of fewer than twenty prompts all are."""
+def given_rows(values: Iterable[Any] | None, column: str) -> list[dict[str, Any]] | None:
+    """Rows of a list from Python: mappings as they are, a text or a conversation under `column`."""
+    return (
+        None if values is None else [dict(value) if isinstance(value, Mapping) else {column: value} for value in values]
+    )
+
+
+def prompts(
+    data: PromptsSection, held: EvalSection, given: Sequence[Any] | None = None
+) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Prompts; if no held-out ones are named, one in twenty is held out, and of fewer than twenty prompts all are.
+
+    `given`: the rows to train on, where they came from Python.
+    """
     read = prompt_reader(data)
-    train, kept = load("data.prompts", data.prompts, data.split, read), None
+    train, kept = load("data.prompts", data.prompts, data.split, read, given=given), None
     if held.prompts is not None:
         kept = load("eval.prompts", held.prompts, held.split, read)
     elif len({row.text for row in train}) < HELDOUT_SHARE:

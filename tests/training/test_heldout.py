@@ -10,11 +10,11 @@ import torch
 
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.eval import EvalSection
-from rlhf_kl.train import sets
-from rlhf_kl.train.evaluation import evaluate_policy
-from rlhf_kl.train.resolved import resolve
-from rlhf_kl.train.setup import build_setup
-from rlhf_kl.train.start import prepare_training
+from rlhf_kl.training import sets
+from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.resolved import resolve
+from rlhf_kl.training.setup import build_setup
+from rlhf_kl.training.start import prepare_training
 from tests.made import move
 
 AUTO = {"every": "auto", "responses": "auto", "max_documents": "auto"}
@@ -72,7 +72,7 @@ def test_a_policy_that_did_not_begin_as_its_reference_is_measured_beside_it(tiny
     config = TrainConfig.model_validate(tiny_settings)
     held = prepare_training(config, build_setup(resolve(config), torch.device("cpu"))).heldout
     move(held.policy.module, seed=0)
-    row, _ = evaluate_policy(held, False, 1, [])
+    row, *_ = evaluate_policy(held, False, 1, [])
     assert row["eval/reference_perplexity"] != row["eval/perplexity"]
     assert min(row["eval/kl_token"], row["eval/forward_kl_token"]) > 0.0
     assert row["eval/kl_token"] != row["eval/forward_kl_token"]

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_kl.models.tokens import decode_behind
+from rlhf_kl.models.tokens import decode_behind, special_ids, text_of_each
+from rlhf_kl.monitors.kl_shares import EOS, SPECIAL, TOKEN, Part, kl_parts
 from rlhf_kl.ppo.heldout import SHOWN, HeldOut, Samples
 from rlhf_kl.run.log import HELD_OUT
 from rlhf_kl.types import REWARD, RolloutBatch
@@ -76,6 +77,14 @@ def heldout_rows(
         | ({"reference": response(other, i)} if other is not None else {})
         for i, prompt in enumerate(texts)
     ]
+
+
+def token_parts(held: HeldOut, own: Samples) -> list[Part]:
+    """The KL of responses by token and by place (`kl_parts`): those of the figures."""
+    ids = sorted({token for each in own.tokens for token in each[0]})
+    special = dict.fromkeys(special_ids(held.tokenizer), SPECIAL) | dict.fromkeys(held.sampling.eos_ids, EOS)
+    texts = text_of_each(held.tokenizer, ids)
+    return kl_parts(own.tokens, {i: (special.get(i, TOKEN), text) for i, text in zip(ids, texts, strict=True)})
 
 
 def score_at(scores: Sequence[float] | Tensor, row: int) -> float | None:

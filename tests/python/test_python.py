@@ -1,0 +1,217 @@
+"""`rlhf_kl.train` and `rlhf_kl.PPO`: what the command does, from Python."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlhf_kl
+from rlhf_kl.builtin.world import world_file
+from rlhf_kl.commands.guide import FOLDER
+from rlhf_kl.models.lm import LM
+from tests.conftest import Outcome
+
+pytestmark = pytest.mark.slow
+SMALL = {
+    "policy.model": "builtin:reviews-small",
+    "rollout.batch_size": 8,
+    "rollout.max_new_tokens": 8,
+    "rollout.reference_samples": 32,
+    "eval.responses": 8,
+    "eval.max_documents": 4,
+    "tracking.tensorboard": False,
+}
+
+
+WORDS = ("good", "bad", "long", "new", "old", "slow", "fast")
+PROMPTS = [f"the {thing} was {word} and" for thing in ("film", "room", "food") for word in WORDS]
+OWN = ("time/", "perf/", "eval/", "alerts")  # of a run alone, or of the clock
+
+
+def count_a(prompts: list[str], responses: list[str]) -> list[float]:
+    return [float(response.count("a")) for response in responses]
+
+
+def figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(OWN)} for row in json.loads(json.dumps(rows))
+    ]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> rlhf_kl.TrainedRun:
+    given: dict[str, Any] = {"prompts": PROMPTS, "texts": ["the room was clean .", "we ate fish ."], "reward": count_a}
+    return rlhf_kl.train("ppo_adaptive.yaml", SMALL, **given, output_dir=tmp_path / "one", updates=2, quiet=True)
+
+
+def test_a_run_from_lists_and_a_function(trained: rlhf_kl.TrainedRun, rlhf_kl: Callable[..., Outcome]) -> None:
+    assert [row["step"] for row in trained.metrics] == [1, 2, 3]
+    assert len(trained.frame()) == 3
+    assert trained.summary["steps"] == 2
+    assert "2 updates, finished" in repr(trained)
+    assert "<svg" in trained._repr_html_().replace("&lt;", "<")
+    ids = trained.tokenizer(PROMPTS[0], return_tensors="pt")
+    assert trained.policy.generate(**ids, max_new_tokens=2).shape[1] == ids["input_ids"].shape[1] + 2
+    config = (trained.folder / "config.yaml").read_text()
+    assert all(f"python:{name}" in config for name in ("count_a", "prompts", "texts"))
+    resumed = rlhf_kl("train", "--config", trained.folder / "config.yaml", "--output-dir", trained.folder, "--resume")
+    assert resumed.code == 2
+    assert "count_a was given in Python" in resumed.err
+    assert rlhf_kl("report", trained.folder, "--quiet").code == 0
+
+
+def test_a_frontier_needs_what_was_given(trained: rlhf_kl.TrainedRun) -> None:
+    document = trained.frontier([0.001], samples=8, quiet=True)
+    assert document["rows"][0]["target"] == 0.001
+    assert (trained.folder / "scale.json").is_file()
+    with pytest.raises(rlhf_kl.RlhfKlError, match="given in Python"):
+        rlhf_kl.TrainedRun(trained.folder).frontier(samples=8)
+
+
+def test_a_second_call_goes_on_and_leaves_torch_and_memory_as_they_were(tmp_path: Path) -> None:
+    calls: dict[str, Any] = {"reward": count_a, "output_dir": tmp_path / "one", "quiet": True}
+    torch.manual_seed(7)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    rlhf_kl.train("ppo_adaptive.yaml", SMALL | {"ppo.lr_schedule": "constant"}, **calls, updates=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    again = rlhf_kl.train("ppo_adaptive.yaml", SMALL | {"ppo.lr_schedule": "constant"}, **calls, updates=2, resume=True)
+    assert again.summary["steps"] == 2
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is LM]
+
+
+def test_outside_of_the_main_thread_no_signal_is_taken(tmp_path: Path) -> None:
+    runs: list[rlhf_kl.TrainedRun] = []
+    call = lambda: runs.append(rlhf_kl.train(SMALL_CONFIG, output_dir=tmp_path / "one", updates=1, quiet=True))  # noqa: E731
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert runs[0].summary["steps"] == 1
+
+
+SMALL_CONFIG: dict[str, Any] = {
+    "policy": {"model": "builtin:reviews-small"},
+    "rollout": {"batch_size": 8, "max_new_tokens": 8, "reference_samples": 32},
+    "eval": {"responses": 8, "max_documents": 4},
+    "tracking": {"tensorboard": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "options", "named"),
+    [
+        ("ppo_adaptve.yaml", {}, {}, "ppo_adaptive.yaml"),
+        ({"kl": {"targt": 1}}, {}, {}, "kl.target"),
+        ({"extends": "ppo_adaptive.yaml", "kl": {"target": -1}}, {}, {}, "kl.target"),
+        ("ppo_adaptive.yaml", {"kl..target": 1}, {}, "kl..target"),
+        ("ppo_adaptive.yaml", {}, {"prompts": "one text"}, "prompts"),
+        ("ppo_adaptive.yaml", {}, {"updates": 0}, "updates"),
+        ("ppo_adaptive.yaml", {}, {"reward": lambda texts: texts}, "reward.kind"),
+        ("ppo_adaptive.yaml", {}, {"prompts": []}, "prompts"),
+        ("sft_reviews.yaml", {}, {}, "sft"),
+    ],
+)
+def test_errors_are_of_one_class_and_name_what_is_wrong(
+    config: Any, changes: dict[str, Any], options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(rlhf_kl.RlhfKlError, match=re.escape(named)):
+        rlhf_kl.train(config, changes, **options, output_dir=tmp_path / "one", quiet=True)
+    assert not (tmp_path / "one").exists()
+
+
+# ---- a loop of the caller's
+
+
+def loop(updates: int, **options: Any) -> rlhf_kl.PPO:
+    return rlhf_kl.PPO("ppo_adaptive.yaml", SMALL | options.pop("changes", {}), updates=updates, quiet=True, **options)
+
+
+def test_the_rows_of_a_loop_are_those_of_a_run_and_a_loaded_one_goes_on(tmp_path: Path) -> None:
+    run = rlhf_kl.train("ppo_adaptive.yaml", SMALL, reward=count_a, output_dir=tmp_path / "one", updates=4, quiet=True)
+    ppo, file = loop(4, scorer=count_a), tmp_path / "state.pt"
+    for step in range(1, 5):
+        rollout = ppo.rollout(ppo.setup.prompts.batch(step).texts)
+        given = count_a(rollout.prompts, rollout.responses) if step % 2 else None  # else by the scorer
+        ppo.step(rollout, given)
+        if step == 2:
+            torch.save(ppo.state_dict(), file)
+    assert figures(ppo.metrics) == figures(run.metrics[:4])
+    other = loop(4, scorer=count_a)
+    other.load_state_dict(torch.load(file))
+    for _ in range(2):
+        other.step(other.rollout())
+    assert figures(other.metrics) == figures(ppo.metrics)
+    with pytest.raises(rlhf_kl.RlhfKlError, match="updates"):
+        other.rollout()
+    saved = other.save(tmp_path / "final")
+    assert {"model.safetensors", "tokenizer_config.json", "README.md"} <= {file.name for file in saved.iterdir()}
+
+
+@pytest.fixture
+def free(tmp_path: Path) -> rlhf_kl.PPO:
+    """A loop whose config names a model and nothing else."""
+    folder = shutil.copytree(world_file("builtin:reviews-small", "policy"), tmp_path / "my-model")
+    changes = SMALL | {"policy.model": folder, "rollout.samples_per_prompt": 2}
+    return rlhf_kl.PPO("ppo_model.yaml", changes, updates=2, quiet=True)
+
+
+def test_without_a_scorer_the_first_rollout_gives_the_scale_and_beta(free: rlhf_kl.PPO) -> None:
+    rollout = free.rollout(PROMPTS[:4])
+    assert rollout.prompts == [prompt for prompt in PROMPTS[:4] for _ in range(2)]
+    assert rollout.exact_kl.shape == rollout.mask.shape == rollout.logprobs.shape
+    scores = [float(i) for i in range(7)] + [None]  # one is not scored
+    row = free.step(rollout, scores)
+    assert row["objective/scores"] == pytest.approx(3.0)
+    assert free.training is not None
+    assert (free.training.shaping.mean, free.training.shaping.std) == (pytest.approx(3.0), pytest.approx(2.0))
+    second = free.rollout([{"prompt": prompt, "answer": 1} for prompt in PROMPTS[4:8]])
+    assert free.step(second, torch.arange(8.0))["step"] == 2
+
+
+def test_a_call_that_cannot_be_right_is_refused_and_changes_nothing(free: rlhf_kl.PPO) -> None:
+    for prompts, named in ((PROMPTS[:3], "4 of them"), (["", *PROMPTS[:3]], "cannot be used"), (None, "prompts")):
+        with pytest.raises(rlhf_kl.RlhfKlError, match=named):
+            free.rollout(prompts)
+    with pytest.raises(rlhf_kl.RlhfKlError, match="no update"):
+        free.state_dict()
+    first = free.rollout(PROMPTS[:4])
+    rollout = free.rollout(PROMPTS[:4])
+    assert rollout.responses == first.responses  # of the same update
+    for scores in ([1.0] * 7, ["good"] * 8, [float("inf")] * 8, None):
+        with pytest.raises(rlhf_kl.RlhfKlError, match="scores"):
+            free.step(rollout, scores)
+    with pytest.raises(rlhf_kl.RlhfKlError, match="rollout"):
+        free.step(first, [1.0] * 8)
+    assert free.updates == 0
+    free.step(rollout, range(8))
+    with pytest.raises(rlhf_kl.RlhfKlError, match="rollout"):
+        free.step(rollout, range(8))
+
+
+# ---- the documents
+
+
+def snippets() -> Iterator[str]:
+    page = (FOLDER / "python.md").read_text(encoding="utf-8")
+    yield from re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_the_snippets_of_the_guide_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(world_file("builtin:reviews-small", "policy"), tmp_path / "my-model")
+    monkeypatch.chdir(tmp_path)
+    ran = [exec(compile(snippet, "python.md", "exec"), {"__name__": "__main__"}) for snippet in snippets()]
+    assert len(ran) == 2
+    assert "3 updates, finished" in capsys.readouterr().out
+    assert (tmp_path / "final" / "model.safetensors").is_file()
