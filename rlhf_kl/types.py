@@ -51,6 +51,7 @@ class Responses(NamedTuple):
     prompts: Prompts
     texts: list[str]  # without special tokens
     ids: list[list[int]]  # the tokens that were sampled, EOS included
+    tokenizer: Any = None  # of the policy
 
 
 Score = Callable[[Responses], dict[str, Tensor]]  # raw scores (B,) by name, on the CPU

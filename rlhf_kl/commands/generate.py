@@ -56,7 +56,7 @@ def generate(
     refused = {key: ref for key, ref in permissions.refused(config).items() if key.startswith("reward")}
     if folder is not None and scores and refused:
         code = ", ".join(dict.fromkeys(refused.values()))
-        raise InputError(f"--scores needs code that the run names ({code}): --plugins runs it")
+        raise InputError(f"--scores needs code or a server of the run ({code}): --plugins runs it")
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})

@@ -61,9 +61,12 @@ class Permissions:
         return config.model_copy(update={"run": run})
 
     def refused(self, config: TrainConfig) -> dict[str, str]:
-        """By key: the plugins of scorers that have no permission; this program's own needs none."""
-        named = {plugin.where: plugin.ref for plugin in plugins_of(config) if plugin.ref != GOLD}
-        return {} if self.plugins else {key: ref for key, ref in named.items() if key != "kl.controller"}
+        """By key of a scorer: its plugin or server, if it has no permission; this program's own plugin needs none.
+
+        A server gets what the config names of the environment.
+        """
+        named = [plugin for plugin in plugins_of(config) if plugin.where != "kl.controller" and plugin.ref != GOLD]
+        return {} if self.plugins else {plugin.where: plugin.address for plugin in named}
 
 
 def of_a_run(**given: object) -> list[str]:

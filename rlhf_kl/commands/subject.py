@@ -68,7 +68,7 @@ class Subject:
             refused = {} if folder is None else permissions.refused(config)
             if refused:
                 code = ", ".join(dict.fromkeys(refused.values()))
-                log.warning(f"scores left out that need code of the run ({code}): --plugins runs it")
+                log.warning(f"scores left out that need code or a server of the run ({code}): --plugins runs it")
             if any(key.startswith(REWARD) for key in refused):  # a sum has no meaning without a term
                 refused |= {key: "" for key in scorers_of(config) if key.startswith(REWARD)}
             allowed = {key: scorer for key, scorer in scorers_of(config).items() if key not in refused}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
-from rlhf_kl.config.schema.reward import ScorerSection
+from rlhf_kl.config.schema.reward import SERVERS, ScorerSection
 from rlhf_kl.config.schema.sections import refuse
 from rlhf_kl.control import Guard, load_controller, make_controller
 from rlhf_kl.errors import InputError, blame, collected
@@ -31,7 +31,7 @@ NOTHING: Given = MappingProxyType({})
 
 
 class NamedPlugin(NamedTuple):
-    """A plugin as a config names it."""
+    """A plugin as a config names it, or a reward's server: a class of this program's."""
 
     key: str  # of its name
     ref: str
@@ -42,6 +42,11 @@ class NamedPlugin(NamedTuple):
     def where(self) -> str:
         """The key of the section with its options."""
         return self.key.removesuffix(".kind")
+
+    @property
+    def address(self) -> str:
+        """Where it is: its reference, or the URL of a server."""
+        return str(self.options["url"]) if self.ref in SERVERS else self.ref
 
 
 def scorers_of(config: TrainConfig) -> dict[str, ScorerSection]:
@@ -60,7 +65,7 @@ def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
         NamedPlugin(f"{where}.kind", scorer.kind, scorer.options, scorer.interface == "trl")
         for where, scorer in scorers_of(config).items()
     ]
-    return [plugin for plugin in found if is_reference(plugin.ref)]
+    return [plugin for plugin in found if is_reference(plugin.ref) or plugin.ref in SERVERS]
 
 
 def models_of(config: AnyConfig) -> dict[str, str]:
@@ -109,7 +114,7 @@ def load_reward(plugin: NamedPlugin, given: Given = NOTHING) -> tuple[Any, dict[
     """
     key, ref, options, trl = plugin
     with blame(key):
-        target = given[key] if key in given else load_attribute(ref)
+        target: Any = given[key] if key in given else SERVERS.get(ref) or load_attribute(ref)
     if not callable(target):
         raise InputError(f"{key}: {ref!r} is not a class or function")
     is_class = inspect.isclass(target)

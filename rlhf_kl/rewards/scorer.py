@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.errors import InputError, blame
+from rlhf_kl.errors import InputError, ServiceFailed, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.types import REWARD, TERM, WATCHED, Prompts, Responses
@@ -49,7 +49,8 @@ class Scorers:
     def __call__(self, responses: Responses) -> dict[str, Tensor]:
         """Raw scores (B,) by name: "reward", and what each "terms.NAME" adds to it; nothing without a reward.
 
-        A term that does not score a response adds nothing. Errors: InputError, by the config key of a scorer.
+        A term that does not score a response adds nothing. Errors: InputError or ServiceFailed, by the config key of a
+        scorer.
         """
         values: dict[str, Tensor] = {}
         for scorer in self.trained.scorers:
@@ -64,7 +65,7 @@ class Scorers:
     def judge(self, responses: Responses, failures: dict[str, str]) -> dict[str, list[float]]:
         """Scores (B,) of "reward", and by NAME those of the scorers that never train; NaN = none.
 
-        `failures`: by NAME, what went wrong with one; it is not called again. Errors: InputError from the reward.
+        `failures`: by NAME, what went wrong with one; it is not called again. Errors: as those of a call.
         """
         values = {name: scores.tolist() for name, scores in self(responses).items() if name == REWARD}
         for scorer in self.watched.scorers:
@@ -76,7 +77,7 @@ class Scorers:
                     if bool(scores.isinf().any()):
                         raise InputError("a score is not a finite number")
                     values[name] = scores.tolist()
-                except InputError as error:
+                except (InputError, ServiceFailed) as error:
                     failures[name] = str(error)
         return values
 

@@ -82,7 +82,7 @@ class EvalSection(Section):
     auto = 200, of which the evaluations of a run read so many as have 8,000 characters together.
     """
     scorers: dict[str, ScorerSection | None] = Field(default_factory=dict)
-    """Scorers that never train, by name: each a model or a function, written as reward is; null = none of that name.
+    """Scorers that never train, by name: each a model, a function or a server, as reward is; null = none of that name.
 
     They score the responses to held-out prompts, as eval/NAME. builtin:reviews brings `gold`, the true score.
     """
