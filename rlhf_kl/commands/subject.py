@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.builtin.world import world_file
-from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
+from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located, scorers_of_run
 from rlhf_kl.config.named import NOTHING, Given
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -69,7 +69,7 @@ class Subject:
                 code = ", ".join(refused)
                 log.warning(f"scores left out: they need code that the run names ({code}): --plugins runs it")
             else:
-                self.scorers = loader.scorers(config.reward)
+                self.scorers = scorers_of_run(loader, config, folder)
         self.config = config
         self.policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
         self.reference, self.reference_tokenizer = None, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import shuffled, uniforms
-from rlhf_kl.types import GOLD, REWARD, Responses, Sampled, Sampling, Score
+from rlhf_kl.types import GOLD, RAW, REWARD, Responses, Sampled, Sampling, Score
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
@@ -64,6 +64,7 @@ class ReferenceScores:
     length: float  # mean tokens of a response
     gold: list[float] | None = None
     clipped: float = 0.0  # share that reward.clip makes equal to other scores
+    terms: dict[str, dict[str, Any]] = field(default_factory=dict)  # the `term_figures` of a sum
 
     def start_events(self) -> list[Event]:
         """About the scores, before the run starts."""
@@ -148,6 +149,7 @@ class ReferenceScores:
             "gold": None if self.gold is None else fmean(self.gold),
             "length": self.length,
             "samples": len(self.shaped),
+            "terms": self.terms or None,
             "tilt": self.tilt_curve(),
             "best_of_n": [point._asdict() for point in best_of_n(self.shaped, self.groups)],
         }
@@ -198,6 +200,7 @@ class ReferenceSamples:
     groups: list[int]  # the prompt of each
     gold: Tensor  # (N,), NaN = none
     failures: list[str]  # of the gold scorer
+    terms: dict[str, Tensor] = field(default_factory=dict)  # (N,) raw scores of the terms of a sum, NaN = not scored
 
     @property
     def spread(self) -> bool:
@@ -214,6 +217,7 @@ class ReferenceSamples:
             [group for part in parts for group in part.groups],
             torch.cat([part.gold for part in parts]),
             [failure for part in parts for failure in part.failures],
+            {name: torch.cat([part.terms[name] for part in parts]) for name in parts[0].terms},
         )
 
     def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
@@ -286,13 +290,14 @@ def score_samples(
     So are all gold scores, if one is missing. `shaping`: of the penalties. Errors: InputError from a reward, or for a
     score that is not finite.
     """
-    scores, gold, lengths, penalties, failures = [], [], [], [], []
+    scores, gold, lengths, penalties, failures, terms = [], [], [], [], [], []
     for responses, sampled in batches:
         values, failed = scorers(responses)
         texts = responses.texts
         if bool((infinite := values[REWARD].isinf()).any()):
             raise InputError(f"reward: the score of {texts[int(infinite.nonzero()[0])][:60]!r} is not a finite number")
         scores.append(values[REWARD])
+        terms.append({name.removeprefix(RAW): x for name, x in values.items() if name.startswith(RAW)})
         gold.append(values.get(GOLD, torch.full((len(texts),), math.nan)))
         lengths.append(torch.tensor(list(map(len, responses.ids))))
         penalties.append(shaping.penalties(responses.ids, sampled.ended))
@@ -309,4 +314,5 @@ def score_samples(
         [groups[i] for i in known.nonzero().flatten().tolist()],
         golds[known],
         failures,
+        {name: torch.cat([each[name] for each in terms])[known] for name in terms[0]},
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,11 @@ from torch import Tensor
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.types import REWARD, TERM, Prompts, Responses
+from rlhf_kl.rewards.shaping import scale_of
+from rlhf_kl.rewards.terms import term_figures
+from rlhf_kl.types import RAW, REWARD, TERM, Prompts, Responses
+
+CANCELLED = 1e-6  # of the weights: less spread of a sum of scaled terms is rounding
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Scorer:
     name: str  # "reward", "terms.NAME" or "gold"
     call: Callable[[Responses], Tensor]
     weight: float = 1.0
+    mean: float = 0.0  # of a term, taken off its score
+    std: float = 1.0  # and divided by, before its weight
 
     @property
     def key(self) -> str:
@@ -43,7 +49,7 @@ class Scorers:
         self.scorers = scorers
 
     def __call__(self, responses: Responses) -> tuple[dict[str, Tensor], list[str]]:
-        """Raw scores (B,) by name, "reward", what each "terms.NAME" adds to it, and "gold"; and failures.
+        """Raw scores (B,) by name, "reward", for a sum what `add_up` gives, and "gold"; and failures.
 
         These are of scorers that are only logged, whose scores are NaN. Errors: InputError from a scorer with a weight,
         by its config key.
@@ -59,11 +65,51 @@ class Scorers:
                     raise
                 values[scorer.name] = torch.full((len(responses.texts),), math.nan)
                 failures.append(str(error))
-        terms = [scorer for scorer in self.scorers if scorer.name.startswith(TERM)]
-        values |= {term.name: term.weight * values[term.name].double() for term in terms}
-        if terms:
-            values = {REWARD: _sum([values[term.name] for term in terms if term.weight]), **values}
-        return values, failures
+        return values | self.add_up({name: values[term.name] for name, term in self.terms.items()}), failures
+
+    # ---- the terms of a sum
+
+    @property
+    def terms(self) -> dict[str, Scorer]:
+        """The terms of a sum, by NAME."""
+        return {each.name.removeprefix(TERM): each for each in self.scorers if each.name.startswith(TERM)}
+
+    def add_up(self, raw: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """From the raw scores (B,) of terms, by NAME: "reward", what each "terms.NAME" adds to it, and "raw.NAME".
+
+        Empty without terms.
+        """
+        terms = {name: self.terms[name] for name in raw}
+        adds = {name: term.weight * (raw[name].double() - term.mean) / term.std for name, term in terms.items()}
+        total = {REWARD: _sum([adds[name] for name, term in terms.items() if term.weight])} if terms else {}
+        return total | {TERM + name: x for name, x in adds.items()} | {RAW + name: x for name, x in raw.items()}
+
+    def scale(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
+        """Centre and scale each term with a weight by its "mean" and "std", by NAME."""
+        found = {name: figures[name] for name, term in self.terms.items() if term.weight}
+        scaled = {TERM + name: {"mean": each["mean"], "std": each["std"]} for name, each in found.items()}
+        self.scorers = tuple(replace(each, **scaled.get(each.name, {})) for each in self.scorers)
+
+    def fit(self, raw: Mapping[str, Tensor]) -> None:
+        """Scale the terms by their scores (N,) of reference samples: `reward.normalize: each`.
+
+        Errors: InputError for a term without a scale, and for terms that cancel each other.
+        """
+        figures = {}
+        for name, term in self.terms.items():
+            if term.weight:
+                change = "If the policy can find other scores, set reward.normalize=true; else leave the term out"
+                mean, std = scale_of(raw[name][~raw[name].isnan()], term.key, change)
+                figures[name] = {"mean": mean, "std": std}
+        self.scale(figures)
+        spread = float(self.add_up(raw)[REWARD].std(correction=0))
+        if not spread > CANCELLED * sum(abs(self.terms[name].weight) for name in figures):
+            raise InputError("reward: the weighted terms cancel each other in all reference samples. Change a weight")
+
+    def figures(self, raw: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+        """The `term_figures` of a sum from the raw scores (N,) of its terms, by NAME."""
+        sums = self.add_up(raw)
+        return term_figures(raw, {name: sums[TERM + name] for name in raw}, sums[REWARD]) if raw else {}
 
     @property
     def trained(self) -> Scorers:

@@ -14,6 +14,22 @@ ROUNDING = 4.0  # steps of the number type: scores that differ by less are equal
 REPEAT = 3  # tokens in a row that count as repeated
 
 
+def scale_of(scores: Tensor, key: str, change: str) -> tuple[float, float]:
+    """Mean and standard deviation of raw scores (N,) of reference samples.
+
+    Errors: InputError under `key` if all scores are equal, or differ by rounding alone, so that they have no scale;
+    `change`: what to do then.
+    """
+    if not len(scores):
+        raise InputError(f"{key}: returned None for all reference samples, so there is no scale. {change}")
+    std = float(scores.std(correction=0))
+    rounding = ROUNDING * torch.finfo(scores.dtype).eps * float(scores.abs().max())
+    if not std > rounding:
+        same = f"all {len(scores)} reference samples have {'about ' * (std > 0)}the score {float(scores[0]):g}"
+        raise InputError(f"{key}: {same}, so reward.normalize finds no scale. {change}")
+    return float(scores.mean()), std
+
+
 def repeated_share(tokens: Sequence[int]) -> float:
     """Share of the three-token runs of a response that are repetitions."""
     runs = [tuple(tokens[i : i + REPEAT]) for i in range(len(tokens) - REPEAT + 1)]
@@ -41,13 +57,9 @@ class ScoreShaping:
         """
         if not normalize:
             return self
-        std = float(scores.std(correction=0))
-        rounding = ROUNDING * torch.finfo(scores.dtype).eps * float(scores.abs().max())
-        if not std > rounding:
-            same = f"all {len(scores)} reference samples have {'about ' * (std > 0)}the score {float(scores[0]):g}"
-            advice = "If the policy can find other scores, set reward.normalize=false"
-            raise InputError(f"reward: {same}, so reward.normalize finds no scale. {advice}")
-        return replace(self, mean=float(scores.mean()), std=std)
+        change = "If the policy can find other scores, set reward.normalize=false"
+        mean, std = scale_of(scores, "reward", change)
+        return replace(self, mean=mean, std=std)
 
     def __call__(self, scores: Tensor, penalties: Mapping[str, Tensor]) -> Tensor:
         """Raw scores (B,), and the `penalties` of the responses -> shaped scores (B,)."""
