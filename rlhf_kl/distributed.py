@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError
+from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, ServiceFailed
 from rlhf_kl.sharding import is_sharded, local
 
 T = TypeVar("T")
@@ -66,7 +66,8 @@ class Ranks:
     def run(self, work: Callable[[], T], *, scores: bool = False) -> T:
         """What `work()` returns; if it fails on one rank, all raise. `scores`: it may call a reward, see `all`.
 
-        Errors: that of `work` where it failed; on others InputError with the same text, or OtherProcessFailed.
+        Errors: that of `work` where it failed; on others InputError or ServiceFailed with the same text, or
+        OtherProcessFailed. ServiceFailed is raised on all or on none, since it calls for a checkpoint.
         """
         if self.count == 1:
             return work()
@@ -74,13 +75,12 @@ class Ranks:
         try:
             result = work()
         except Exception as error:
-            failure = error
-            report = (error.problems if isinstance(error, InputError) else (), f"{type(error).__name__}: {error}")
-        for index, other in enumerate(self.all(report, scores=scores)):
-            if failure is None and other is not None:
-                problems, message = other
-                failed = f"process {index} failed: {message}"
-                failure = InputError(*problems) if problems else OtherProcessFailed(failed)
+            failure, report = error, _report(error)
+        reports = enumerate(self.all(report, scores=scores))
+        others = [_failure(index, *each) for index, each in reports if each is not None]
+        worst = min(others, key=lambda error: isinstance(error, ServiceFailed), default=None)
+        if failure is None or (isinstance(failure, ServiceFailed) and not isinstance(worst, ServiceFailed)):
+            failure = worst
         if failure is not None:
             raise failure
         return result  # type: ignore[return-value]
@@ -128,6 +128,20 @@ class Ranks:
         if most < math.inf:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return norm
+
+
+def _report(error: Exception) -> tuple[type[RlhfKlError], Sequence[str]]:
+    """What the other ranks get to know of a failure, for `_failure`."""
+    if isinstance(error, InputError):
+        return InputError, error.problems
+    if isinstance(error, ServiceFailed):
+        return ServiceFailed, [str(error)]
+    return OtherProcessFailed, [f"{type(error).__name__}: {error}"]
+
+
+def _failure(index: int, kind: type[RlhfKlError], texts: Sequence[str]) -> RlhfKlError:
+    """The failure of rank `index`, to be raised on another one."""
+    return OtherProcessFailed(f"process {index} failed: {texts[0]}") if kind is OtherProcessFailed else kind(*texts)
 
 
 class Group(Ranks):

@@ -28,11 +28,13 @@ class InputError(RlhfKlError, ValueError):
 
 @contextmanager
 def blame(key: str) -> Iterator[None]:
-    """Errors: InputError with the config key in front of each problem."""
+    """Errors: InputError with the config key in front of each problem; so does a ServiceFailed."""
     try:
         yield
     except InputError as error:
         raise InputError(*(f"{key}: {problem}" for problem in error.problems)) from error
+    except ServiceFailed as error:
+        raise ServiceFailed(f"{key}: {error}") from error
 
 
 @contextmanager
@@ -48,8 +50,8 @@ class RunFailed(RlhfKlError):
     """The machine failed the run (disk full, folder gone, memory full): exit code 1, and `--resume` goes on."""
 
 
-class EngineFailed(RunFailed):
-    """The engine of the rollouts failed; the policy is sound."""
+class ServiceFailed(RunFailed):
+    """The engine of the rollouts failed, or the server of a reward; the policy is sound."""
 
 
 class OtherProcessFailed(RunFailed):
@@ -89,6 +91,7 @@ FAMILIAR = {
     **dict.fromkeys(["beta", "kl_coef", "init_kl_coef"], "kl.controller.coef"),
     **dict.fromkeys(["max_length", "max_completion_length"], "rollout.max_new_tokens"),
     **dict.fromkeys(["wandb", "report_to"], "tracking.trackers"),
+    **dict.fromkeys(["url", "remote_rm_url"], "reward.kind: http"),
     "lr": "ppo.learning_rate",
     "num_generations": "rollout.samples_per_prompt",
 }

@@ -28,7 +28,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rlhf_kl.apart import Home
-from rlhf_kl.errors import InputError, no_such_file, suggestion
+from rlhf_kl.errors import InputError, RlhfKlError, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.shell import LIBRARIES
 
@@ -217,7 +217,7 @@ def users_code(what: str, home: Home | None = None) -> Iterator[None]:
     try:
         with home.entered() if home else nullcontext():
             yield
-    except InputError:
+    except RlhfKlError:
         raise
     except (Exception, SystemExit) as error:
         if memory_is_full(error):
@@ -264,7 +264,7 @@ def missing_variables(value: Any, key: str) -> list[str]:
 
 def secrets_of(value: Any) -> dict[str, str]:
     """The values that `filled` puts into it -> how they are written; see `Home.hidden`."""
-    values = {os.environ.get(name, ""): f"${{{name}}}" for _, name in variables_of(value, "")}
+    values = {os.environ.get(name, "").strip(): f"${{{name}}}" for _, name in variables_of(value, "")}
     return {value: name for value, name in values.items() if len(value) >= SHORT}
 
 

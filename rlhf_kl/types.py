@@ -51,6 +51,7 @@ class Responses(NamedTuple):
     prompts: Prompts
     texts: list[str]  # without special tokens
     ids: list[list[int]]  # the tokens that were sampled, EOS included
+    tokenizer: Any = None  # of the policy
 
 
 # Raw scores (B,) by name, on the CPU, and failures of scorers that are only logged.

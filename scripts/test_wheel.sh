@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every command once, with the program as pip installed it (PYTHON, the first argument), from an empty folder. A line
-# for each; the first that fails ends the script. At its end nothing in site-packages may have changed: that holds
-# also for root, whom permission bits do not stop. `make test-wheel` runs it.
+# Every command once, and the snippets of the guide's page on Python, with the program as pip installed it (PYTHON, the
+# first argument), from an empty folder. A line for each; the first that fails ends the script. At its end nothing in
+# site-packages may have changed: that holds also for root, whom permission bits do not stop. `make test-wheel` runs it.
 set -euo pipefail
 python=$(realpath --no-symlinks "$1")
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -52,6 +52,25 @@ reward_model: {epochs: 0.01, learning_rate: 1.0e-3}
 YAML
 check sft --config small.yaml --quiet
 check reward-model --config reward.yaml --quiet
+# The snippets of the guide, with a model of the user's.
+cat >snippets.py <<'PY'
+import re, shutil, sys
+from pathlib import Path
+
+import rlhf_kl
+from rlhf_kl.builtin.world import world_file
+
+shutil.copytree(world_file("builtin:reviews-small", "policy"), "my-model")
+page = (Path(rlhf_kl.__file__).parent / "guide" / "python.md").read_text(encoding="utf-8")
+for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+    exec(snippet, {"__name__": "__main__"})
+PY
+if ! "$python" snippets.py >output 2>&1; then
+    cat output
+    echo "FAILED   the snippets of the guide's page on Python"
+    exit 1
+fi
+echo "fine   the snippets of the guide's page on Python"
 contents >after
 if ! diff before after; then
     echo "FAILED   these files in site-packages changed"

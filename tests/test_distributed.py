@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import nn
 
 from rlhf_kl import distributed, sharding
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import Group, Ranks
-from rlhf_kl.errors import InputError
+from rlhf_kl.distributed import Group, Ranks, _report
+from rlhf_kl.errors import InputError, OtherProcessFailed, ServiceFailed
 from rlhf_kl.sharding import load_tensors, tensors_of
 from rlhf_kl.training.start import check_sizes
 
@@ -25,6 +26,37 @@ def test_several_share_the_rows_without_gap_or_overlap_and_one_writes() -> None:
     assert "".join(row for share in uneven for row in share) == "abcdefg"
     assert {len(share) for share in uneven} == {2, 3}
     assert [one.writes for one in group] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("failures", "raised"),
+    [
+        ([None, None], [None, None]),
+        ([None, ServiceFailed("x")], [ServiceFailed, ServiceFailed]),
+        ([ServiceFailed("x"), ServiceFailed("y")], [ServiceFailed, ServiceFailed]),
+        ([ServiceFailed("x"), InputError("y", "z")], [InputError, InputError]),
+        ([None, ServiceFailed("x"), InputError("y")], [InputError] * 3),
+        ([ServiceFailed("x"), RuntimeError("y")], [OtherProcessFailed, RuntimeError]),
+        ([InputError("x"), RuntimeError("y")], [InputError, RuntimeError]),
+    ],
+)
+def test_all_fail_where_one_does_and_a_checkpoint_is_left_by_all_or_by_none(
+    failures: list[Exception | None], raised: list[type[Exception] | None]
+) -> None:
+    reports = [failure and _report(failure) for failure in failures]
+    for index, failure in enumerate(failures):
+        one = Ranks()
+        one.index, one.count = index, len(failures)
+        one.all = lambda _, scores=False: reports  # type: ignore[method-assign]
+
+        def work(failure: Exception | None = failure) -> str:
+            if failure is not None:
+                raise failure
+            return "done"
+
+        expected = raised[index]
+        with nullcontext() if expected is None else pytest.raises(expected):
+            assert one.run(work) == "done"
 
 
 @pytest.mark.parametrize("bad", [False, True])

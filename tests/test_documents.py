@@ -29,8 +29,10 @@ from rlhf_kl.commands.guide import FOLDER, PAGES
 from rlhf_kl.control import CONTROLLER_PROVIDED, CONTROLLERS
 from rlhf_kl.data.files import read_rows
 from rlhf_kl.monitors.alarms import ALARMS
+from rlhf_kl.remote import HttpReward
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.log import read_jsonl
+from tests.servers import serving
 
 WORLD = "builtin:reviews-small"
 REPOSITORY = Path(__file__).parent.parent
@@ -246,6 +248,36 @@ def test_the_page_on_kl_names_every_option_of_a_controller_and_its_default() -> 
         }
         shown = dict(re.findall(r"`(\w+): ([\w.]+)`", described[name]))
         assert shown == options, name
+
+
+def test_the_page_on_rewards_names_every_option_of_a_server_and_its_default() -> None:
+    rows = {name: row[1] for row in cells("rewards_and_controllers") for name in re.findall(r"`(\w+)`", row[0])}
+    for option, parameter in inspect.signature(HttpReward).parameters.items():
+        default = "null" if parameter.default is None else str(parameter.default)
+        assert rows[option] == ("needed" if parameter.default is parameter.empty else f"`{default}`"), option
+
+
+def test_the_server_of_the_guide_gives_the_scores_of_a_run(
+    place: Callable[[Path], Path], rlhf_kl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = place(FOLDER / "rewards_and_controllers.md")
+    with serving() as other:  # which finds a free port
+        port = str(other.http.server_port)
+    for name in ("server.py", "served.yaml"):
+        (folder / name).write_text((folder / name).read_text().replace("8000", port))
+    monkeypatch.setenv("RM_TOKEN", "sk-guide")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = subprocess.Popen([sys.executable, "server.py"], stderr=subprocess.DEVNULL)
+    try:
+        words = ["train", "--config", "served.yaml", "--output-dir", "run"]
+        outcome = rlhf_kl(*words, *cut(words))
+    finally:
+        server.kill()
+        server.wait()
+    assert outcome.code == 0, outcome.err
+    samples = [row for row in read_jsonl(folder / "run" / "samples.jsonl") if row["chosen"] != "held out"]
+    assert samples
+    assert all(row["score"] == -abs(sum(map(row["response"].count, ".!?")) - 5) for row in samples)
 
 
 def test_the_page_on_running_names_the_environment_variables_that_the_program_reads() -> None:

@@ -27,7 +27,7 @@ from rlhf_kl.config.schema.reward import EACH
 from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.control.tilt import best_of_n
 from rlhf_kl.data.prompts import PromptStream
-from rlhf_kl.errors import EngineFailed, GuardStop, InputError, MemoryFull
+from rlhf_kl.errors import GuardStop, InputError, MemoryFull, ServiceFailed
 from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
 from rlhf_kl.models.lora import checkpointed, has_adapter
@@ -83,7 +83,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += check_updates(config, setup)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
-    except (GuardStop, EngineFailed) as error:
+    except (GuardStop, ServiceFailed) as error:
         findings.append(Finding("fatal", "start", str(error)))
     except MemoryFull as error:
         findings.append(Finding("fatal", "memory", error.work, error.change))

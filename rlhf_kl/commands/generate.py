@@ -54,7 +54,7 @@ def generate(
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     config, folder = permissions.opened(run, model, checkpoint)
     if folder is not None and scores and (refused := permissions.refused(config)):
-        raise InputError(f"--scores needs code that the run names ({', '.join(refused)}): --plugins runs it")
+        raise InputError(f"--scores needs code or a server of the run ({', '.join(refused)}): --plugins runs it")
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})

@@ -76,7 +76,7 @@ Model = Annotated[str | None, typer.Option(metavar="DIR-or-id", help="Any causal
 Step = Annotated[int | None, typer.Option(metavar="STEP", help="A checkpoint, not the final model.")]
 
 # A run folder may come from anybody: the command line decides what it may run, not the folder's config.
-Plugins = Annotated[bool, typer.Option("--plugins", help="Run the reward functions of the run. Read them first.")]
+Plugins = Annotated[bool, typer.Option("--plugins", help="Use the run's reward functions and servers. Read first.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code. Read it first.")]
 Pickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run code.")]
 

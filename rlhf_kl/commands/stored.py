@@ -65,9 +65,12 @@ class Permissions:
         return config.model_copy(update={"run": run})
 
     def refused(self, config: TrainConfig) -> list[str]:
-        """The plugins for scores and gold that have no permission, but for gold of this program's own."""
-        named = [plugin.ref for plugin in plugins_of(config) if plugin.key.startswith("reward.") and plugin.ref != GOLD]
-        return [] if self.plugins else list(dict.fromkeys(named))
+        """The plugins and servers for scores and gold that have no permission, but for gold of this program's own.
+
+        A server gets what the config names of the environment.
+        """
+        named = [plugin for plugin in plugins_of(config) if plugin.key.startswith("reward.") and plugin.ref != GOLD]
+        return [] if self.plugins else list(dict.fromkeys(plugin.address for plugin in named))
 
 
 def of_a_run(**given: object) -> list[str]:

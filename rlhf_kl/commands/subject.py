@@ -67,7 +67,7 @@ class Subject:
             config = with_files(config)
             if folder is not None and (refused := permissions.refused(config)):
                 code = ", ".join(refused)
-                log.warning(f"scores left out: they need code that the run names ({code}): --plugins runs it")
+                log.warning(f"scores left out: they need code or a server of the run ({code}): --plugins runs it")
             else:
                 self.scorers = scorers_of_run(loader, config, folder)
         self.config = config

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
+from rlhf_kl.config.schema.reward import SERVERS
 from rlhf_kl.config.schema.sections import refuse
 from rlhf_kl.control import Guard, load_controller, make_controller
 from rlhf_kl.errors import InputError, blame, collected
@@ -30,7 +31,7 @@ NOTHING: Given = MappingProxyType({})
 
 
 class NamedPlugin(NamedTuple):
-    """A plugin as a config names it."""
+    """A plugin as a config names it, or a reward's server: a class of this program's."""
 
     key: str  # of its name
     ref: str
@@ -41,6 +42,11 @@ class NamedPlugin(NamedTuple):
     def where(self) -> str:
         """The key of the section with its options."""
         return self.key.removesuffix(".kind")
+
+    @property
+    def address(self) -> str:
+        """Where it is: its reference, or the URL of a server."""
+        return str(self.options["url"]) if self.ref in SERVERS else self.ref
 
 
 def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
@@ -55,7 +61,7 @@ def plugins_of(config: AnyConfig) -> list[NamedPlugin]:
         for where, scorer in scorers.items()
     ]
     found.append(NamedPlugin("reward.gold", reward.gold or "", {}))
-    return [plugin for plugin in found if is_reference(plugin.ref)]
+    return [plugin for plugin in found if is_reference(plugin.ref) or plugin.ref in SERVERS]
 
 
 def models_of(config: AnyConfig) -> dict[str, str]:
@@ -105,7 +111,7 @@ def load_reward(plugin: NamedPlugin, given: Given = NOTHING) -> tuple[Any, dict[
     """
     key, ref, options, trl = plugin
     with blame(key):
-        target = given[key] if key in given else load_attribute(ref)
+        target: Any = given[key] if key in given else SERVERS.get(ref) or load_attribute(ref)
     if not callable(target):
         raise InputError(f"{key}: {ref!r} is not a class or function")
     is_class = inspect.isclass(target)

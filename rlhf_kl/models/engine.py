@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.errors import EngineFailed, InputError
+from rlhf_kl.errors import InputError, ServiceFailed
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import TRAINED
@@ -99,13 +99,13 @@ class VLLM:
 
 @contextlib.contextmanager
 def failing() -> Iterator[None]:
-    """Errors: EngineFailed for any of vLLM's."""
+    """Errors: ServiceFailed for any of vLLM's."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        raise EngineFailed(f"rollout.engine: vllm: {first_line(error)}") from error
+        raise ServiceFailed(f"rollout.engine: vllm: {first_line(error)}") from error
 
 
 def pack_again(model: Any) -> None:

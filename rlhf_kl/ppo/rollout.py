@@ -40,7 +40,7 @@ def sample(
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
     sampled = policy.sample(prompts.ids, noise, sampling)
     ids = sampled.rows()
-    return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids), sampled
+    return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids, tokenizer), sampled
 
 
 def rows_at_once(batch: int, prompts: Prompts, sampling: Sampling) -> int:

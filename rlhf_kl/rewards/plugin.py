@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.errors import InputError, suggestion
+from rlhf_kl.errors import InputError, ServiceFailed, suggestion
+from rlhf_kl.models.tokens import AS_WRITTEN
 from rlhf_kl.plugins import TRL_PROVIDED, home_of, parameters_of, users_code
 from rlhf_kl.types import Prompts, Responses
 
@@ -180,7 +181,7 @@ class TRLReward(PluginReward):
     def _call(self, responses: Responses) -> Callable[[], Any]:
         from transformers import TrainerState
 
-        prompts, texts, ids = responses
+        prompts, texts, ids, _ = responses
         hidden = self._home.hidden
         asked = [[_message(*turn) for turn in turns] for turns in prompts.messages]
         arguments = {
@@ -199,6 +200,38 @@ class TRLReward(PluginReward):
         """As for `PluginReward`; nan means no score too."""
         values = PluginReward._values(answer)
         return [None if _is_nan(value) else value for value in values] if isinstance(values, list) else values
+
+
+class RemoteReward(PluginReward):
+    """An `HttpReward`. It gets every column of the data set, or only those that its option `columns` names."""
+
+    def __init__(self, attribute: Any, options: Mapping[str, Any] | None = None, *limits: Any) -> None:
+        """As for `PluginReward`."""
+        super().__init__(attribute, options, *limits)
+        self.columns = self.named = self._object.columns or []
+
+    def __call__(self, responses: Responses) -> Tensor:
+        """As `PluginReward`. Errors: ServiceFailed, also for scores that are no numbers."""
+        try:
+            return super().__call__(responses)
+        except InputError as error:
+            raise ServiceFailed(self._home.hidden(f"{self._object.url}: {error}")) from error
+
+    def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
+        """Every column that is sent. Errors: InputError if a prompt has no column that the config names."""
+        if self._object.columns is not None:
+            return super().columns_of(prompts)
+        names = dict.fromkeys(name for row in prompts.rows for name in row)
+        return {name: [row.get(name) for row in prompts.rows] for name in names}
+
+    def _call(self, responses: Responses) -> Callable[[], Any]:
+        prompts, texts, ids, tokenizer = responses
+        if self._object.form is None:
+            own = {"prompts": prompts.texts, "responses": texts}
+        else:  # all tokens, special ones too: there reward models read a text as it is
+            rows = [[*asked, *answered] for asked, answered in zip(prompts.ids, ids, strict=True)]
+            own = {"query": tokenizer.batch_decode(rows, **AS_WRITTEN), "prompts": prompts.rendered or prompts.texts}
+        return partial(self._object, self.columns_of(prompts) | own, texts)
 
 
 def _copied(value: Any) -> Any:

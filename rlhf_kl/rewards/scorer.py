@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_kl.errors import InputError, blame
+from rlhf_kl.errors import InputError, ServiceFailed, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.shaping import scale_of
@@ -51,8 +51,8 @@ class Scorers:
     def __call__(self, responses: Responses) -> tuple[dict[str, Tensor], list[str]]:
         """Raw scores (B,) by name, "reward", for a sum what `add_up` gives, and "gold"; and failures.
 
-        These are of scorers that are only logged, whose scores are NaN. Errors: InputError from a scorer with a weight,
-        by its config key.
+        These are of scorers that are only logged, whose scores are NaN. Errors: InputError or ServiceFailed from a
+        scorer with a weight, by its config key.
         """
         values: dict[str, Tensor] = {}
         failures = []
@@ -60,7 +60,7 @@ class Scorers:
             try:
                 with blame(scorer.key):
                     values[scorer.name] = scorer.call(responses)
-            except InputError as error:
+            except (InputError, ServiceFailed) as error:
                 if scorer.weight:
                     raise
                 values[scorer.name] = torch.full((len(responses.texts),), math.nan)

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import torch
 
-from rlhf_kl.config.named import plugin_files
+from rlhf_kl.config.named import plugin_files, plugins_of
 from rlhf_kl.config.resolve import config_diff, flat, load_config
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
+from rlhf_kl.config.schema.reward import SERVERS
 from rlhf_kl.control import law_class, option_names
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.folder import RunFolder, copy_name
 from rlhf_kl.ui import log
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
+OF_A_SERVER = ("url", "headers", "timeout", "retries", "batch")  # free too: it may have moved
 # Free too, but sums are taken in another order.
 ROUNDING_ONLY = (
     *("ppo.microbatch_size", "sft.microbatch_size", "reward_model.microbatch_size"),
@@ -58,7 +60,9 @@ def check_config(folder: RunFolder, config: AnyConfig) -> None:
     Errors: InputError with the list of the changes that matter.
     """
     before: AnyConfig = load_config(kind_of(config), folder.config)
-    lines = [line for line in config_diff(before, config) if not line.startswith(FREE_TO_CHANGE)]
+    servers = [plugin.where for plugin in plugins_of(config) if plugin.ref in SERVERS]
+    free = (*FREE_TO_CHANGE, *(f"{where}.{name}" for where in servers for name in OF_A_SERVER))
+    lines = [line for line in config_diff(before, config) if not line.startswith(free)]
     if _may_grow(before, config):
         lines = [line for line in lines if not line.startswith("ppo.total_episodes:")]
     changed = [line for line in lines if not line.startswith(ROUNDING_ONLY)]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhf_kl import ui
 from rlhf_kl.config.named import NOTHING, Given, NamedPlugin, load_reward
-from rlhf_kl.config.schema.reward import RewardSection, ScorerSection
+from rlhf_kl.config.schema.reward import SERVERS, RewardSection, ScorerSection
 from rlhf_kl.config.schema.sections import RunSection, TunedSection
 from rlhf_kl.errors import blame
 from rlhf_kl.hub import GGUF, model_folder
@@ -38,7 +38,7 @@ from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.models.value import freeze, frozen_lm
 from rlhf_kl.plugins import is_reference
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
-from rlhf_kl.rewards.plugin import PluginReward, TRLReward
+from rlhf_kl.rewards.plugin import PluginReward, RemoteReward, TRLReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import GOLD, REWARD, TERM
@@ -198,7 +198,8 @@ class Loader:
 
     def _plugin(self, plugin: NamedPlugin, limit: float | None) -> PluginReward:
         target, arguments = load_reward(plugin, self.given)
-        return (TRLReward if plugin.trl else PluginReward)(target, arguments, limit)
+        kind = RemoteReward if plugin.ref in SERVERS else TRLReward if plugin.trl else PluginReward
+        return kind(target, arguments, limit)
 
 
 def _has_tokenizer(folder: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from rlhf_kl.clock import speed
 from rlhf_kl.config.named import NOTHING, Given
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.errors import EngineFailed
+from rlhf_kl.errors import ServiceFailed
 from rlhf_kl.events import Event, UpdateSkipped, WeightsLost, worded
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.pretrained import size_words
@@ -23,6 +24,7 @@ from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.run.log import encode_json, read_jsonl
 from rlhf_kl.run.run import Run
+from rlhf_kl.seeding import library_state, load_library_state
 from rlhf_kl.text import duration
 from rlhf_kl.training.card import model_card
 from rlhf_kl.training.device import run_device
@@ -96,14 +98,11 @@ class TrainLoop:
         for step in self.run.steps():
             events: list[Event] = []
             self.scorers.begin(step, total)
-            evaluated = self.evaluate(step, events) if (step - 1) % config.eval.updates_between == 0 else {}
-            try:
+            with self.going_on(step):
+                evaluates = (step - 1) % config.eval.updates_between == 0
+                evaluated, samples = self.evaluate(step, events) if evaluates else ({}, [])
                 row, rollout, found = self.step(step)
-            except EngineFailed as error:
-                if step == self.run.next_step:  # nothing was done yet
-                    raise
-                self.run.save_sound(step - 1)
-                raise EngineFailed(f"{error}; {self.run.way_on()}") from error
+            self.record(step, samples)
             row |= evaluated
             row["alerts"], decision = self.monitors(row, events + found)
             ended_by = None if decision is None else self.obey(decision, row)
@@ -126,17 +125,31 @@ class TrainLoop:
             if ended_by:
                 self.run.stop(row, ended_by, episodes=row["episodes"])
 
-    def evaluate(self, step: int, events: list[Event]) -> dict[str, Any]:
-        """The `eval/*` figures of the policy before update `step`; `events` gets what is left out."""
+    @contextmanager
+    def going_on(self, step: int) -> Iterator[None]:
+        """The evaluation before update `step` and the update: where one fails, a checkpoint is left as of before them.
+
+        Errors: ServiceFailed, with the way on.
+        """
+        states, libraries = self.scorers.state_dict(), library_state()
+        try:
+            yield
+        except ServiceFailed as error:
+            self.scorers.load_state_dict(states)  # a function may have scored before a server failed
+            load_library_state(libraries)
+            if self.run.next_step < step <= self.config.updates:  # else it is there, or nothing was done yet
+                self.run.save_sound(step - 1)
+            raise ServiceFailed(f"{error}; {self.run.way_on()}") from error
+
+    def evaluate(self, step: int, events: list[Event]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The `eval/*` figures of the policy before update `step`, and samples; `events` gets what is left out."""
         held = self.training.heldout
         with ui.progress(f"evaluating on {len(held.texts)} texts and {len(held.firsts)} responses"):
             figures, samples, parts = evaluate_policy(held, self.setup.reference_is_initial_policy, step, events)
-        for row in samples:
-            self.run.sample({"step": step} | row)
         if self.ranks.writes:
             rows = (encode_json({"step": step} | asdict(part)) for part in parts)
             write_atomic(self.run.folder.tokens, b"".join(row + b"\n" for row in rows))
-        return figures
+        return figures, samples
 
     def step(self, step: int) -> tuple[dict[str, Any], RolloutBatch, list[Event]]:
         """One update: its row, the rollout and its events. One that is not finite is left out."""
@@ -200,8 +213,12 @@ class TrainLoop:
         logged = self.ranks.all(self.scorers.logged_columns(len(rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
-        for row in sample_rows(step, rollout, self.setup.tokenizer, self.scorers.column_names, extra):
-            self.run.sample(row)
+        self.record(step, sample_rows(step, rollout, self.setup.tokenizer, self.scorers.column_names, extra))
+
+    def record(self, step: int, samples: Iterable[dict[str, Any]]) -> None:
+        """Write rows of `samples.jsonl`."""
+        for sample in samples:
+            self.run.sample({"step": step} | sample)
 
     # ---- the beginning and the end
 
@@ -239,7 +256,9 @@ class TrainLoop:
         step = self.config.updates
         self.scorers.begin(step + 1, self.config.updates)
         events: list[Event] = []
-        evaluated = self.evaluate(step + 1, events)
+        with self.going_on(step + 1):
+            evaluated, samples = self.evaluate(step + 1, events)
+        self.record(step + 1, samples)
         for alert in worded(events):
             log.warning(alert)
         # The policy after the last update is the one that would sample the next row.

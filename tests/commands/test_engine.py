@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.commands.findings import run_doctor
 from rlhf_kl.config.resolve import load_config
-from rlhf_kl.errors import EngineFailed, InputError
+from rlhf_kl.errors import InputError, ServiceFailed
 from rlhf_kl.models.engine import VLLM, require_engine
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import add_adapter
@@ -116,7 +116,7 @@ def test_a_run_with_an_engine_goes_on_after_its_failure(
         return generate(self, *arguments, **options)
 
     monkeypatch.setattr(PlainLLM, "generate", failing)
-    with pytest.raises(EngineFailed, match=r"^rollout\.engine: vllm: no .* step 3 "):
+    with pytest.raises(ServiceFailed, match=r"^rollout\.engine: vllm: no .* step 3 "):
         train(tmp_path / "run", "rollout.engine=vllm")
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == 3
     train(tmp_path / "run", "rollout.engine=vllm", resume=True)

@@ -105,7 +105,7 @@ def test_kl_of_the_moved_policy_at_the_old_states(setup: Setup, new_model: Make)
 
 
 def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
-    (prompts, texts, _), sampled = setup.responses, setup.sampled
+    (prompts, texts, *_), sampled = setup.responses, setup.sampled
     one = PluginReward(lambda p, r: [1.0] * len(r))
     reward = Scorers(Scorer("terms.x", PluginReward(lengths), 2.0), Scorer("terms.y", one), Scorer("gold", one, 0.0))
     rollout = setup.assess(reward, ScoreShaping(mean=1.0, std=2.0, missing_eos_penalty=0.5))

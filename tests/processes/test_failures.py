@@ -16,6 +16,8 @@ from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import can_shard
 from tests.made import Make
+from tests.runs import rows
+from tests.servers import says, scores, serving
 
 REWARD = """
 import math, os, time
@@ -91,6 +93,32 @@ def test_one_process_s_problem_is_told_once_and_ends_both(
     assert not (tmp_path / "odd" / "config.yaml").exists()
     rows = [row for row in read_jsonl(tmp_path / "skips" / "metrics.jsonl") if "kl/token" in row]
     assert (rows[-1]["rollout/unscored"], rows[-1]["policy/epochs"]) == (8, 2.0)
+
+
+def test_a_server_that_fails_one_process_ends_both_with_a_checkpoint(
+    together: Make, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In update 4, once: the same command with --resume ends as a run without faults."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    metrics, refused = tmp_path / "run" / "metrics.jsonl", list[int]()
+
+    def refuses(handler: Any, body: Any) -> None:
+        now = not refused and metrics.is_file() and len(read_jsonl(metrics)) == 3
+        refused.extend([1] * now)
+        (says("no ink", 400) if now else scores())(handler, body)
+
+    with serving(usual=refuses) as server:
+        changes = {"reward": {"kind": "http", "url": server.url, "batch": 1000}, "checkpoint": {"every": 5}}
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_settings | changes))
+        train = ["train", "--config", tmp_path / "c.yaml", "--quiet", "--output-dir"]
+        commands = [[*train, tmp_path / "run"], [*train, tmp_path / "run", "--resume"], [*train, tmp_path / "whole"]]
+        result = together(commands)
+        sizes = [len(request.body["responses"]) for request in server.requests]
+    assert sizes.count(8) >= 2 * 2 * 6  # each process asks for its own half of a batch
+    assert result.codes == [[1, 0, 0]] * 2, result.output
+    assert result.output.count("no ink") == 1
+    assert "checkpoint of step 3" in result.output
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
 
 
 @pytest.fixture

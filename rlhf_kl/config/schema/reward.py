@@ -17,21 +17,23 @@ from rlhf_kl.config.schema.sections import (
     refuse,
 )
 from rlhf_kl.errors import nearest, suggestion
-from rlhf_kl.plugins import is_reference
+from rlhf_kl.plugins import checked_options, is_reference, missing_variables
+from rlhf_kl.remote import HttpReward
 
 SUM = "sum"  # the reward that is made of several
 EACH: Literal["each"] = "each"  # of its terms is normalised
+SERVERS = {"http": HttpReward}  # rewards behind a URL
 MODEL = "a local folder, a hub id (owner/name@revision), or builtin:NAME"
 
 
 class ScorerSection(Section):
-    """One scorer: a model, or a function whose options stand beside its kind."""
+    """One scorer: a model, or a server or function whose options stand beside its kind."""
 
     model_config = ConfigDict(extra="allow")
-    named: ClassVar[tuple[str, ...]] = ("model",)  # the kinds that are no function
+    named: ClassVar[tuple[str, ...]] = ("model", *SERVERS)  # the kinds that are no function
 
     kind: Plugin = "model"
-    """model, or a function as file.py:function or module:function; write its options beside this key."""
+    """model, http (a server), or a function as file.py:function or module:function; options stand beside this key."""
     model: OptionalSource = None
     """Reward model, where kind is model: a local folder, a hub id (owner/name@revision), or builtin:NAME.
 
@@ -53,18 +55,22 @@ class ScorerSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of a reward function."""
+        """Options of a reward function or a server."""
         return dict(self.model_extra or {})
 
     def problems(self, path: str) -> list[str]:
         """Problems of keys that do not go with the kind; `path` is the dotted key of this scorer."""
         named = self.kind in self.named
         if not named and not is_reference(self.kind):
-            hint = "; did you mean model?" if nearest(self.kind, ["model"]) else ""
+            hint = f"; did you mean {close}?" if (close := nearest(self.kind, self.named)) else ""
             kinds = ", ".join(self.named)
             return [f"{path}.kind must be {kinds}, file.py:function or module:function: {self.kind!r}{hint}"]
         found = list[str]()
-        if named:
+        if self.kind in SERVERS:
+            unset = missing_variables(self.options, path)  # refused where they are used
+            wrong = checked_options(SERVERS[self.kind], self.options, path)[1]
+            found += [line for line in wrong if line not in unset]
+        elif named:
             fields = type(self).model_fields
             found += [f"{path}.{key}: unknown key{suggestion(key, fields, f'{path}.')}" for key in self.options]
         if named and self.interface is not None:
@@ -87,9 +93,9 @@ class TermSection(ScorerSection):
 
 
 class RewardSection(ScorerSection):
-    named = ("model", SUM)
+    named = ("model", *SERVERS, SUM)
     kind: Plugin = "model"
-    """model, a function as file.py:function or module:function with its options beside it, or sum."""
+    """model, http (a server) or a function as file.py:function or module:function, with options beside it, or sum."""
     terms: dict[Name, TermSection] | None = None
     """Where kind is sum: scorers by name, each with its kind and weight; their scores are added up."""
     normalize: bool | Literal["each"] = True
