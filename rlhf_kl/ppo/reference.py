@@ -217,7 +217,7 @@ class ReferenceSamples:
             [group for part in parts for group in part.groups],
             torch.cat([part.gold for part in parts]),
             [failure for part in parts for failure in part.failures],
-            {name: torch.cat([part.terms[name] for part in parts]) for name in parts[0].terms},
+            {name: torch.cat([part.terms[name] for part in parts]) for name in _common([part.terms for part in parts])},
         )
 
     def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
@@ -314,5 +314,10 @@ def score_samples(
         [groups[i] for i in known.nonzero().flatten().tolist()],
         golds[known],
         failures,
-        {name: torch.cat([each[name] for each in terms])[known] for name in terms[0]},
+        {name: torch.cat([each[name] for each in terms])[known] for name in _common(terms)},
     )
+
+
+def _common(terms: Sequence[dict[str, Tensor]]) -> list[str]:
+    """The names that all have: a term of weight 0 that failed is not asked again."""
+    return [name for name in terms[0] if all(name in each for each in terms)]

@@ -20,7 +20,6 @@ from rlhf_kl.errors import InputError, ServiceFailed, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.shaping import scale_of
-from rlhf_kl.rewards.terms import term_figures
 from rlhf_kl.types import RAW, REWARD, TERM, Prompts, Responses
 
 CANCELLED = 1e-6  # of the weights: less spread of a sum of scaled terms is rounding
@@ -86,30 +85,20 @@ class Scorers:
 
     def scale(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
         """Centre and scale each term with a weight by its "mean" and "std", by NAME."""
-        found = {name: figures[name] for name, term in self.terms.items() if term.weight}
-        scaled = {TERM + name: {"mean": each["mean"], "std": each["std"]} for name, each in found.items()}
-        self.scorers = tuple(replace(each, **scaled.get(each.name, {})) for each in self.scorers)
+        found = {TERM + name: {key: of[key] for key in ("mean", "std")} for name, of in figures.items()}
+        self.scorers = tuple(replace(each, **found[each.name] if each.weight else {}) for each in self.scorers)
 
     def fit(self, raw: Mapping[str, Tensor]) -> None:
         """Scale the terms by their scores (N,) of reference samples: `reward.normalize: each`.
 
         Errors: InputError for a term without a scale, and for terms that cancel each other.
         """
-        figures = {}
-        for name, term in self.terms.items():
-            if term.weight:
-                change = "If the policy can find other scores, set reward.normalize=true; else leave the term out"
-                mean, std = scale_of(raw[name][~raw[name].isnan()], term.key, change)
-                figures[name] = {"mean": mean, "std": std}
-        self.scale(figures)
+        change = "If the policy can find other scores, set reward.normalize=true; else leave the term out"
+        terms = {name: term for name, term in self.terms.items() if term.weight}
+        self.scale({name: scale_of(raw[name], term.key, change) for name, term in terms.items()})
         spread = float(self.add_up(raw)[REWARD].std(correction=0))
-        if not spread > CANCELLED * sum(abs(self.terms[name].weight) for name in figures):
+        if not spread > CANCELLED * sum(abs(term.weight) for term in terms.values()):
             raise InputError("reward: the weighted terms cancel each other in all reference samples. Change a weight")
-
-    def figures(self, raw: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        """The `term_figures` of a sum from the raw scores (N,) of its terms, by NAME."""
-        sums = self.add_up(raw)
-        return term_figures(raw, {name: sums[TERM + name] for name in raw}, sums[REWARD]) if raw else {}
 
     @property
     def trained(self) -> Scorers:

@@ -14,12 +14,13 @@ ROUNDING = 4.0  # steps of the number type: scores that differ by less are equal
 REPEAT = 3  # tokens in a row that count as repeated
 
 
-def scale_of(scores: Tensor, key: str, change: str) -> tuple[float, float]:
-    """Mean and standard deviation of raw scores (N,) of reference samples.
+def scale_of(scores: Tensor, key: str, change: str) -> dict[str, float]:
+    """The "mean" and "std" of raw scores (N,) of reference samples, of those that are no NaN.
 
-    Errors: InputError under `key` if all scores are equal, or differ by rounding alone, so that they have no scale;
-    `change`: what to do then.
+    Errors: InputError under `key` if they are equal, or differ by rounding alone, so that they have no scale; `change`:
+    what to do then.
     """
+    scores = scores[~scores.isnan()]
     if not len(scores):
         raise InputError(f"{key}: returned None for all reference samples, so there is no scale. {change}")
     std = float(scores.std(correction=0))
@@ -27,7 +28,7 @@ def scale_of(scores: Tensor, key: str, change: str) -> tuple[float, float]:
     if not std > rounding:
         same = f"all {len(scores)} reference samples have {'about ' * (std > 0)}the score {float(scores[0]):g}"
         raise InputError(f"{key}: {same}, so reward.normalize finds no scale. {change}")
-    return float(scores.mean()), std
+    return {"mean": float(scores.mean()), "std": std}
 
 
 def repeated_share(tokens: Sequence[int]) -> float:
@@ -58,8 +59,7 @@ class ScoreShaping:
         if not normalize:
             return self
         change = "If the policy can find other scores, set reward.normalize=false"
-        mean, std = scale_of(scores, "reward", change)
-        return replace(self, mean=mean, std=std)
+        return replace(self, **scale_of(scores, "reward", change))
 
     def __call__(self, scores: Tensor, penalties: Mapping[str, Tensor]) -> Tensor:
         """Raw scores (B,), and the `penalties` of the responses -> shaped scores (B,)."""

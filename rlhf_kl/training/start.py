@@ -34,6 +34,7 @@ from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.rewards.terms import term_figures
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.shell import shell_command
@@ -83,7 +84,7 @@ def prepare_training(
             if samples is None:
                 samples = score_reference(config, setup, ranks)
         scores, shaping = samples.shaped(configured_shaping(config), normalize=bool(config.reward.normalize))
-        scores = replace(scores, terms=setup.scorers.figures(samples.terms))
+        scores = replace(scores, terms=term_figures(samples.terms, setup.scorers.add_up(samples.terms)))
         coef, note, _ = starting_coef(config, scores)
         if note:
             log.info(note)

@@ -28,6 +28,9 @@ def narrow(prompts, responses):
 def of_some(prompts, responses):
     return [float(len(r)) if p[0] in "ab" else None for p, r in zip(prompts, responses)]
 
+def fails(prompts, responses):
+    return [1.0 / 0]
+
 def constant(prompts, responses):
     return [1.0] * len(responses)
 """
@@ -129,14 +132,17 @@ def test_the_widest_term_does_not_win(train: Train, mine: Path, tmp_path: Path) 
 def test_a_term_without_a_scale_is_an_error_of_its_key(
     rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path, mine: Path
 ) -> None:
-    """More samples are drawn before it is told; of weight 0 it needs none."""
+    """More samples are drawn before it is told. Of weight 0 it needs none, and may fail in one of two rounds."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     words = ("train", "--config", tmp_path / "tiny.yaml", "--quiet", "--updates", 1, "--output-dir", tmp_path / "run")
     outcome = rlhf_kl(*words, *sets(*changes(mine, wide=1.0, constant=1.0)))
     assert outcome.code == 2
     (line,) = [line for line in outcome.err.splitlines() if "reward.terms.constant" in line]
     assert 256 in numbers(line)  # four times 64
-    assert rlhf_kl(*words, *sets(*changes(mine, wide=1.0, constant=0.0))).code == 0
+    several = (*changes(mine, wide=1.0, constant=0.0, fails=0.0), "rollout.reference_samples=256")
+    assert rlhf_kl(*words, *sets(*several)).code == 0
+    (row,) = updates(tmp_path / "run")
+    assert (row["raw/constant"], row["reward/constant"], row["raw/fails"]) == (1.0, 0.0, None)
 
 
 @pytest.mark.parametrize(("normalize", "level"), [("true", "doubtful"), ("each", "fine"), ("false", "doubtful")])

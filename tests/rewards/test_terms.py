@@ -11,6 +11,7 @@ import torch
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
+from rlhf_kl.rewards.terms import term_figures
 from tests.made import BATCH
 
 WIDE, NARROW = [100.0, 300.0, 100.0, 300.0], [0.1, 0.1, 0.3, 0.3]  # mean 200, spread 100; mean 0.2, spread 0.1
@@ -75,7 +76,7 @@ def test_a_term_of_weight_0_needs_no_scale_and_may_fail() -> None:
 def test_the_shares_of_a_sum_by_hand() -> None:
     """wide + 100 narrow, uncorrelated: variances 100^2 and 10^2. With `each` they are equal."""
     scorers, raw = sum_of(wide=1.0, narrow=100.0), tensors(wide=WIDE, narrow=NARROW)
-    before = scorers.figures(raw)
+    before = term_figures(raw, scorers.add_up(raw))
     assert before["wide"]["share"] == pytest.approx(1e4 / (1e4 + 100))
     assert before["narrow"]["share"] == pytest.approx(100 / (1e4 + 100))
     assert before["wide"] | {"share": 0} == {
@@ -87,20 +88,20 @@ def test_the_shares_of_a_sum_by_hand() -> None:
     }
     scorers = sum_of(wide=1.0, narrow=1.0)
     scorers.fit(raw)
-    assert [found["share"] for found in scorers.figures(raw).values()] == pytest.approx([0.5, 0.5])
+    assert [found["share"] for found in term_figures(raw, scorers.add_up(raw)).values()] == pytest.approx([0.5, 0.5])
     again = sum_of(wide=1.0, narrow=1.0)
-    again.scale(scorers.figures(raw))  # as a resumed run
+    again.scale(term_figures(raw, scorers.add_up(raw)))  # as a resumed run
     assert torch.equal(again.add_up(raw)["reward"], scorers.add_up(raw)["reward"])
 
 
 def test_terms_that_work_against_each_other_and_some_that_score_little() -> None:
     """a and b = -a / 2, whose sum is a / 2; c scores two responses, and a constant has no correlation."""
     raw = tensors(a=WIDE, b=[-x / 2 for x in WIDE], c=[None, 300.0, None, 100.0], d=[7.0] * 4)
-    found = sum_of(a=1.0, b=1.0, c=0.0, d=1.0).figures(raw)
+    found = term_figures(raw, sum_of(a=1.0, b=1.0, c=0.0, d=1.0).add_up(raw))
     assert [found[name]["share"] for name in "abcd"] == pytest.approx([2.0, -1.0, 0.0, 0.0])
     assert (found["c"]["scored"], found["c"]["mean"], found["d"]["std"]) == (0.5, 200.0, 0.0)
     assert found["a"]["correlation"] == {"b": pytest.approx(-1.0), "c": None, "d": None}
-    assert sum_of(d=1.0).figures(tensors(d=[7.0] * 4))["d"]["share"] is None
+    assert term_figures({"d": raw["d"]}, sum_of(d=1.0).add_up({"d": raw["d"]}))["d"]["share"] is None
 
 
 def test_a_sum_without_a_scale_is_what_it_was() -> None:
