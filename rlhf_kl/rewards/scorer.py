@@ -86,7 +86,7 @@ class Scorers:
     def scale(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
         """Centre and scale each term with a weight by its "mean" and "std", by NAME."""
         found = {TERM + name: {key: of[key] for key in ("mean", "std")} for name, of in figures.items()}
-        self.scorers = tuple(replace(each, **found[each.name] if each.weight else {}) for each in self.scorers)
+        self.scorers = tuple(replace(each, **found.get(each.name, {}) if each.weight else {}) for each in self.scorers)
 
     def fit(self, raw: Mapping[str, Tensor]) -> None:
         """Scale the terms by their scores (N,) of reference samples: `reward.normalize: each`.
