@@ -85,7 +85,7 @@ def test_a_stored_run_is_read_on_its_own_scale(each: Path, rlhf_kl: Cli, tmp_pat
         assert outcome.code == 0, outcome.err
         found.append(json.loads(outcome.out)["scores"])
     assert found[0] == found[1]
-    assert abs(found[0] - last["eval/scores"]) < 4 * last["eval/scores_stderr"]  # of other samples
+    assert abs(found[0] - last["eval/scores"]) < 0.5  # of other samples; raw ones are near 100
     words = ("generate", "--run", each, "--plugins", "--scores", "--json", "--quiet", "--prompt", "c")  # not of_some's
     (row,) = json.loads(rlhf_kl(*words).out)
     terms = json.loads((each / "summary.json").read_text())["reference"]["terms"]
