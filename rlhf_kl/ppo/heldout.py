@@ -210,7 +210,7 @@ def text_figures(parts: Sequence[TextSums]) -> dict[str, Any]:
 def figures_of(own: Samples, other: Samples, events: list[Event], more: Samples | None = None) -> dict[str, Any]:
     """The figures of a model's samples, with its KL from the other one's, and their standard errors.
 
-    KL in nats; scores are raw, over what was scored, and `more` samples. `events` gets what is left out.
+    KL in nats; scores are raw, over what was scored, of `more` samples too. `events` gets what is left out.
     """
     scored = own if more is None else Samples.joined([own, more])
     events += [ScorerFailed(name, failure) for name, failure in scored.failures.items()]

@@ -273,5 +273,5 @@ def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:
 
 def _scale_diff(a: Variant, b: Variant, measure: str = SCORES) -> list[str]:
     """Differences in settings that make a measure at equal KL of two variants incomparable."""
-    own = SCALE if measure == SCORES else (f"eval.scorers.{measure}", *HELD_OUT)
+    own = SCALE if measure == SCORES else (f"eval.scorers.{measure}.", f"eval.scorers.{measure}:", *HELD_OUT)
     return [line for line in _diff(a.config, b.config) if line.startswith((*own, *REFERENCE))]

@@ -108,7 +108,7 @@ def prepare_training(
 
 def held_out(config: TrainConfig, setup: Setup, ranks: Ranks, *, more: bool = False) -> HeldOut:
     """What the evaluations of a run measure; `more`: the further prompts that are scored at its end."""
-    stream = setup.heldout
+    stream, watched = setup.heldout, setup.scorers.watched.models.values()
     return HeldOut(
         setup.policy,
         None if more else setup.reference,
@@ -122,7 +122,7 @@ def held_out(config: TrainConfig, setup: Setup, ranks: Ranks, *, more: bool = Fa
         batch=config.rollout.batch_size,
         several=not more,
         ranks=ranks,
-        sharded=setup.sharded,
+        sharded=[*setup.sharded, *(reward.model for reward in watched)],
     )
 
 

@@ -16,10 +16,10 @@ from rlhf_kl.plugins import is_reference
 # What else stands beside a scorer's figure, in rows, JSON documents and samples: no scorer may have such a name.
 TAKEN = frozenset((
     "beta", "bits_per_byte", "bytes", "chosen", "columns", "distinct_2", "documents", "ended", "eos_rate", "episodes",
-    "error_since", "forward_kl_token", "kl", "kl_by_token", "kl_sequence", "kl_token", "length", "nats_per_token",
-    "of", "peak", "perplexity", "perplexity_cost", "prompt", "prompts", "reference", "response", "responses",
-    "reward", "run", "scale", "score", "score_mean", "scores", "scores_shaped", "signs", "since", "status", "step",
-    "tail_error", "target", "text", "texts", "time_in_band", "tokens", "unit", "unscored", "updates", "verdict",
+    "error_since", "figures", "forward_kl_token", "kl", "kl_by_token", "kl_sequence", "kl_token", "length",
+    "nats_per_token", "of", "peak", "perplexity", "perplexity_cost", "prompt", "prompts", "reference", "response",
+    "responses", "reward", "run", "scale", "score", "score_mean", "scores", "scores_shaped", "signs", "since", "status",
+    "step", "tail_error", "target", "text", "texts", "time_in_band", "tokens", "unit", "unscored", "updates", "verdict",
 ))  # fmt: skip
 DERIVED = re.compile(r"reference_.*|.*_(stderr|gain)")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
