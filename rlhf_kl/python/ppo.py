@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
@@ -184,7 +185,7 @@ class PPO:
         self._begin(training)
         training.trainer.load_state_dict(state["trainer"])
         checkpointed(training.trainer.model.modules).load_state_dict(state["model"])
-        training.trainer.optimizer.load_state_dict(state["optimizer"])
+        training.trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which may keep its tensors
         self.setup.scorers.load_state_dict(state["scorers"])
         self._monitors.load_state_dict(state["monitors"])
         self.updates, self.metrics, self._made = state["updates"], list(state["metrics"]), None

@@ -146,11 +146,13 @@ def test_the_rows_of_a_loop_are_those_of_a_run_and_a_loaded_one_goes_on(tmp_path
         if step == 2:
             torch.save(ppo.state_dict(), file)
     assert figures(ppo.metrics) == figures(run.metrics[:4])
-    other = loop(4, scorer=count_a)
-    other.load_state_dict(torch.load(file))
-    for _ in range(2):
-        other.step(other.rollout())
-    assert figures(other.metrics) == figures(ppo.metrics)
+    state, others = torch.load(file), [loop(4, scorer=count_a) for _ in range(2)]
+    for other in others:
+        other.load_state_dict(state)
+    for other in others:  # one after the other: they share nothing
+        for _ in range(2):
+            other.step(other.rollout())
+        assert figures(other.metrics) == figures(ppo.metrics)
     with pytest.raises(rlhf_kl.RlhfKlError, match="updates"):
         other.rollout()
     saved = other.save(tmp_path / "final")
