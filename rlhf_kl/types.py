@@ -16,7 +16,8 @@ from rlhf_kl.ops.packing import Layout
 Unit = Literal["token", "sequence"]
 CPU = torch.device("cpu")
 REWARD = "reward"  # the name of the scores that the policy is trained on
-TERM, WATCHED = "terms.", "scorers."  # before the name of a term of a sum, and of a scorer that never trains
+TERM, RAW = "terms.", "raw."  # before the name of a term: what it adds to a sum, and its own score
+WATCHED = "scorers."  # before the name of a scorer that never trains
 
 Conversation = tuple[tuple[str, str], ...]  # (role, content) of each turn
 Prompt = str | Conversation  # a text is one turn of the user
@@ -100,7 +101,9 @@ class RolloutBatch:
     logprob_variance: Tensor  # (B, T) the same of log pi
     values: Tensor  # (B, T) of the state before each token
     drawn: Tensor  # (B, T) log-probs with which the sampler drew the tokens
-    scores: dict[str, Tensor]  # (B,) raw, of a function in float64; NaN = not scored: "reward", and "terms.NAME"
+    # (B,) of a function in float64; NaN = not scored: "reward"; of a sum what each "terms.NAME" adds to it, and its own
+    # score "raw.NAME"
+    scores: dict[str, Tensor]
     shaped_scores: Tensor  # (B,) normalised, clipped, minus penalties; 0 if not scored
     ended: Tensor  # (B,) bool, True = the response has an EOS
     prompts: list[str]  # B texts

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 LIMIT = 60
 # Calls that compare or hand on what they are given. What other calls get is data: the input of what is tested.
@@ -98,6 +100,7 @@ def worded(folder: Path) -> Iterator[tuple[str, set[str]]]:
                 yield f"{file.relative_to(folder)}::{node.name}", found
 
 
+@pytest.mark.slow
 def test_few_tests_ask_for_a_sentence() -> None:
     found = dict(worded(TESTS))
     assert len(found) <= LIMIT, "\n".join(f"{name}: {sorted(texts)}" for name, texts in found.items())

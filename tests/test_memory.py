@@ -133,6 +133,7 @@ def test_one_number_spoils_a_rollout(field: str, said: str, value: float) -> Non
     assert unusable(replace(clean, scores=beyond)) == UpdateSkipped("a score was not finite")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is that of glibc")
 def test_memory_that_was_freed_is_used_again_without_fresh_pages() -> None:
     """In a process of its own, with tensors that are too large for the usual heap (32 MiB)."""

@@ -247,6 +247,7 @@ def test_a_good_run_is_silent(seed: int) -> None:
     assert texts(monitors(500), row, 500) == []
 
 
+@pytest.mark.slow
 def test_noise_of_a_scorer_is_no_fall() -> None:
     """In runs of 3000 updates whose score rises all the time: 20 evaluations in each window of 200."""
     for seed in range(10):

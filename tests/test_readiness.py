@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.monitors.readiness import CHECKS, judge
+from rlhf_kl.monitors.readiness import CHECKS, judge, judge_terms
 
 RATE = {"rate": 1e-4, "size": "1M", "usual": 1e-4}
 SHOWN = {"count": 64, "low": 0.0, "bars": "", "high": 1.0, "different": 4}
@@ -26,6 +26,7 @@ TABLE: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "start": [({"begins": "begins as", "kept": "", "same": x}, x) for x in (True, False)],
     "scores": [(SHOWN | {"warning": x}, x is None) for x in (None, "clipped: {a}")],
     "few scores": [(SHOWN | {"critic": x}, not x) for x in (True, False)],
+    "terms": [({"table": "", "term": "a", "advice": "less", "share": x}, x <= 0.9) for x in (-0.5, 0.9, 0.91)],
     "samples": [(SAME | {"most": x}, x < 3) for x in (2, 3)],
     "free endings": [(ENDS | {"rate": 0.0}, True)],
     "endings": [(ENDS | {"rate": x}, x > 0.1) for x in (0.1, 0.11)],
@@ -41,3 +42,27 @@ def test_a_check_is_fine_or_doubtful_with_advice(name: str) -> None:
         assert (found.level == "fine", found.topic) == (fine, CHECKS[name].topic), facts
         advised = bool(found.change) or "warning" in facts  # which ends with advice
         assert advised >= (not fine)
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares", "each", "decides"),
+    [
+        ({"a": 1.0, "b": 1.0}, (0.91, 0.09), False, "a"),
+        ({"a": 1.0, "b": 1.0}, (-0.2, 1.2), True, "b"),
+        ({"a": 1.0, "b": 1.0}, (0.5, 0.5), True, None),
+        ({"a": 1.0, "b": 0.0}, (1.0, 0.0), False, None),  # one alone is the sum
+        ({"a": 1.0, "b": 1.0}, (None, None), False, None),
+    ],
+)
+def test_a_term_that_decides_is_named(
+    weights: dict[str, float], shares: tuple[float | None, ...], each: bool, decides: str | None
+) -> None:
+    plain = {"mean": 0.5, "std": None, "scored": 1.0, "correlation": {"b": -0.001, "a": None}}
+    figures = {name: plain | {"share": share} for name, share in zip("ab", shares, strict=True)}
+    found = judge_terms(weights, figures, each=each)
+    assert (found.topic, found.level) == ("terms", "fine" if decides is None else "doubtful")
+    assert ("reward.normalize=each" in found.change) == (decides is not None and not each)
+    assert decides is None or f"reward.terms.{decides}.weight" in found.change
+    table = [line.split() for line in found.text.splitlines()[:3]]
+    assert [row[0] for row in table] == ["term", "a", "b"]
+    assert table[1][-1] == "0.00"  # of a and b, and no -0.00

@@ -65,6 +65,7 @@ of_transformers.get_logger("transformers.models").warning_once("deprecated")
 """
 
 
+@pytest.mark.slow
 def test_warnings_of_libraries_stay_off_the_terminal_and_those_of_a_user_do_not(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TALKS.format(file=f"{sysconfig.get_path('purelib')}/library/core.py"))

@@ -23,6 +23,7 @@ from rlhf_kl import ui
 from rlhf_kl.clock import peak_memory_mb
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.reward import EACH
 from rlhf_kl.config.schema.supervised import PairsSection
 from rlhf_kl.control.tilt import best_of_n
 from rlhf_kl.data.prompts import PromptStream
@@ -32,7 +33,7 @@ from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.pretrained import context_length, parameter_count, size_words
 from rlhf_kl.models.tokens import encode_all
-from rlhf_kl.monitors.readiness import FEW_VALUES, Finding, judge
+from rlhf_kl.monitors.readiness import FEW_VALUES, Finding, judge, judge_terms
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.checks import check_first
 from rlhf_kl.ppo.metrics import update_row
@@ -180,6 +181,9 @@ def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
     same = setup.reference_is_initial_policy
     yield judge("start", same=same, begins="begins as" if same else "has other weights than")
     yield from check_scores(training)
+    if figures := training.reference_scores.terms:
+        weights = {name: term.weight for name, term in (config.reward.terms or {}).items()}
+        yield judge_terms(weights, figures, each=config.reward.normalize == EACH)
     yield from check_targets(config, training.reference_scores)
     yield from check_beta(config, training)
     with ui.progress("one update"):

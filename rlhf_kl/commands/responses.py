@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlhf_kl import ui
-from rlhf_kl.commands.stored import load_policy, load_reference, located
+from rlhf_kl.commands.stored import load_policy, load_reference, located, scorers_of_run
 from rlhf_kl.config.named import scorers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.training import PromptsSection
@@ -53,7 +53,7 @@ def load_models(
     config = on_this_machine(config, stored=True)
     loader = Loader(config.run, run_device(config.run))
     reward = {key: scorer for key, scorer in scorers_of(config).items() if key.startswith(REWARD)}
-    scorers = loader.scorers(reward, config.reward.time_limit) if scores else NO_SCORERS
+    scorers = scorers_of_run(loader, config, folder, reward) if scores else NO_SCORERS
     policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)
     other = load_reference(loader, config)[0] if reference else None
     scorers.begin(config.updates + 1, config.updates)

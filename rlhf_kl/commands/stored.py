@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from rlhf_kl.builtin.world import GOLD, is_builtin, world_file, world_folder
 from rlhf_kl.config.named import plugins_of
 from rlhf_kl.config.resolve import load_config
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.reward import EACH, ScorerSection
 from rlhf_kl.config.schema.sections import refuse
 from rlhf_kl.data.files import is_file_name, read_rows, text_column
 from rlhf_kl.errors import InputError, blame, collected, suggestion
@@ -18,9 +20,11 @@ from rlhf_kl.hub import model_on_hub
 from rlhf_kl.report.one_run import stored_config
 from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, checkpoint_folders, checkpoint_step, newest_run
 from rlhf_kl.templates import column
+from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     from rlhf_kl.models.lm import LM
+    from rlhf_kl.rewards.scorer import Scorers
     from rlhf_kl.training.load import Loader
 
 
@@ -121,6 +125,32 @@ def load_policy(
         holder.policy = loaded.model  # as in a checkpoint, beside the value function
         found[-1].load_model(checkpointed(holder))
     return loader.frozen(loaded.model), loaded.tokenizer
+
+
+def scorers_of_run(
+    loader: Loader, config: TrainConfig, folder: RunFolder | None, sections: Mapping[str, ScorerSection]
+) -> Scorers:
+    """These scorers of a run, the terms of `reward.normalize: each` on the scale that it measured at its start.
+
+    Of a config's start nothing was measured: then without such a reward. `sections`: some of `scorers_of` the config.
+    """
+    from rlhf_kl.rewards.scorer import Scorers
+    from rlhf_kl.run.checkpoint import checkpoints
+    from rlhf_kl.types import TERM
+
+    scorers = loader.scorers(sections, config.reward.time_limit)
+    if config.reward.normalize != EACH or not scorers.terms:
+        return scorers
+    if folder is None:
+        log.warning("scores left out: with reward.normalize=each a run measures the scale of each term at its start")
+        return Scorers(*(scorer for scorer in scorers.scorers if not scorer.name.startswith(TERM)))
+    summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
+    found = [summary["reference"]] if "reference" in summary else []
+    found += [each.state()["tracked"][0]["start"]["reference_scores"] for each in checkpoints(folder.checkpoints)]
+    if not found:
+        raise InputError(f"{folder.path}: no summary.json and no checkpoint tells the scale of the reward's terms")
+    scorers.scale(found[0]["terms"])
+    return scorers
 
 
 def load_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> tuple[LM, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_kl import ui
 from rlhf_kl.builtin.world import world_file
-from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located
+from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located, scorers_of_run
 from rlhf_kl.config.named import NOTHING, Given, scorers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
@@ -72,7 +72,7 @@ class Subject:
             if any(key.startswith(REWARD) for key in refused):  # a sum has no meaning without a term
                 refused |= {key: "" for key in scorers_of(config) if key.startswith(REWARD)}
             allowed = {key: scorer for key, scorer in scorers_of(config).items() if key not in refused}
-            self.scorers = loader.scorers(allowed, config.reward.time_limit)
+            self.scorers = scorers_of_run(loader, config, folder, allowed)
         self.config = config
         self.policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
         self.reference, self.reference_tokenizer = None, None

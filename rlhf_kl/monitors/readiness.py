@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from rlhf_kl.text import text_table
+
 LOW_ACCURACY = 0.6
 FEW_END = 0.1  # of the responses: fewer, and the penalty for the others is most of the score
 FEW_VALUES = 5  # different scores
+DECIDES = 0.9  # of the variance of a sum: a term with more decides it alone
 RATE_FACTOR = 5.0  # rates in use lie within a factor of 3 of the usual one
 
 
@@ -63,6 +66,8 @@ CHECKS = {
     "scores": Check("scores", SCORES, lambda f: not f["warning"], doubt="; {warning}"),  # which ends with advice
     "few scores": Check("scores", SCORES + "; only {different} different values", lambda f: not f["critic"],
         change="ppo.advantage=rloo with rollout.samples_per_prompt=4, which compares responses to one prompt"),
+    "terms": Check("terms", "{table}", lambda f: f["share"] <= DECIDES,
+        doubt="\n{term} decides {share:.0%} of the sum", change="{advice}"),
     "samples": Check("samples", "{shown}", lambda f: 2 * f["most"] <= f["count"],
         doubt="; {share:.0%} of {count} responses are the same text, {text!r}",
         change="prompts that end where the model's training texts go on (a space at the end may be too much, or "
@@ -88,3 +93,24 @@ def judge(name: str, **facts: Any) -> Finding:
     return Finding(
         "doubtful", check.topic, (check.text + check.doubt).format_map(facts), check.change.format_map(facts)
     )
+
+
+def judge_terms(weights: Mapping[str, float], figures: Mapping[str, Mapping[str, Any]], *, each: bool) -> Finding:
+    """Of a sum: what its terms are like on reference samples, and whether one decides it alone.
+
+    `figures`: of `term_figures`. `each`: the terms are on one scale already.
+    """
+    forms = {"mean": ".3g", "std": ".3g", "scored": ".0%", "share": "z.0%"}
+    rows = []
+    for name, found in figures.items():
+        cells = [(found[key], form) for key, form in forms.items()]
+        cells += [(found["correlation"].get(other), "z.2f") for other in figures]
+        shown = ["-" if value is None else format(value, form) for value, form in cells]
+        rows.append([name, f"{weights[name]:g}", *shown])
+    head = ["term", "weight", "mean", "spread", "scored", "share", *(f"corr. {name}" for name in figures)]
+    shares = {name: figures[name]["share"] or 0.0 for name, weight in weights.items() if weight}
+    name = max(shares, key=lambda one: shares[one])
+    share = shares[name] if len(shares) > 1 else 0.0  # one term alone is the sum
+    scale = "" if each else "reward.normalize=each, which scales every term before its weight, or "
+    advice = f"{scale}a lower reward.terms.{name}.weight"
+    return judge("terms", table=text_table(head, rows), term=name, share=share, advice=advice)

@@ -76,3 +76,10 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every number is finite; one transfer from the device for all tensors."""
     flags = [torch.isfinite(tensor).all() for tensor in tensors]
     return bool(torch.stack(flags).all()) if flags else True
+
+
+def correlation(a: Tensor, b: Tensor) -> float | None:
+    """Pearson's correlation of two (N,); None if one of them is constant."""
+    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
+    norm = float(a.norm() * b.norm())
+    return float(a @ b) / norm if norm > 1e-12 else None

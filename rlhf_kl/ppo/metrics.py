@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rlhf_kl.ops.kl import k1, k2, k3
-from rlhf_kl.ops.masked import float64, mean_of_groups
+from rlhf_kl.ops.masked import correlation, float64, mean_of_groups
 from rlhf_kl.ppo.objectives import MOST_WEIGHT, importance
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.step import Update
-from rlhf_kl.types import REWARD, TERM, RolloutBatch
+from rlhf_kl.types import RAW, REWARD, TERM, RolloutBatch
 
 DECILES = torch.linspace(0, 1, 11, dtype=torch.float64)  # and the ends
 
@@ -114,12 +114,13 @@ def objective_metrics(batch: RolloutBatch, penalty: float) -> dict[str, Any]:
         "objective/scores_shaped": scores_shaped,
         "objective/rlhf_reward": scores_shaped - penalty,
         "objective/kl_share": penalty / (penalty + abs(scores_shaped)) if penalty > 0 else 0.0,
-        "rollout/score_length_corr": _correlation(scores, batch.lengths[scored]) if len(scores) else None,
+        "rollout/score_length_corr": correlation(scores, batch.lengths[scored]) if len(scores) else None,
         "rollout/unscored": int((~scored).sum()),
         **{
-            f"reward/{name.removeprefix(TERM)}": float(part.nanmean())
+            f"{key}/{name.removeprefix(prefix)}": float(part.nanmean())
+            for prefix, key in ((TERM, "reward"), (RAW, "raw"))
             for name, part in batch.scores.items()
-            if name.startswith(TERM)
+            if name.startswith(prefix)
         },
         **{f"penalty/{name}": float(part.mean()) for name, part in batch.penalties.items()},
     }
@@ -152,10 +153,3 @@ def _distinct(prompts: Sequence[str], responses: Sequence[str], size: int) -> fl
     """
     draws = [(set(prompts[i::size]), set(responses[i::size])) for i in range(size)]
     return sum(min(1.0, len(texts) / len(asked)) for asked, texts in draws) / size
-
-
-def _correlation(a: Tensor, b: Tensor) -> float | None:
-    """Pearson's correlation of two (B,); None if one of them is constant."""
-    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
-    norm = float(a.norm() * b.norm())
-    return float(a @ b) / norm if norm > 1e-12 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from rlhf_kl.ppo.rollout import sample
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import shuffled, uniforms
-from rlhf_kl.types import REWARD, Responses, Sampled, Sampling, Score
+from rlhf_kl.types import RAW, REWARD, Responses, Sampled, Sampling, Score
 
 MIN_ESS = 10.0
 CURVE_POINTS = 24
@@ -63,6 +63,7 @@ class ReferenceScores:
     groups: list[int]
     length: float  # mean tokens of a response
     clipped: float = 0.0  # share that reward.clip makes equal to other scores
+    terms: dict[str, dict[str, Any]] = field(default_factory=dict)  # the `term_figures` of a sum
 
     def start_events(self) -> list[Event]:
         """About the scores, before the run starts."""
@@ -146,6 +147,7 @@ class ReferenceScores:
             "scores_spread": pstdev(centre_groups(self.shaped, self.groups)),  # within prompts
             "length": self.length,
             "samples": len(self.shaped),
+            "terms": self.terms or None,
             "tilt": self.tilt_curve(),
             "best_of_n": [point._asdict() for point in best_of_n(self.shaped, self.groups)],
         }
@@ -194,6 +196,7 @@ class ReferenceSamples:
     lengths: Tensor  # (N,) tokens, EOS included
     penalties: dict[str, Tensor]  # (N,) by name
     groups: list[int]  # the prompt of each
+    terms: dict[str, Tensor] = field(default_factory=dict)  # (N,) raw scores of the terms of a sum, NaN = not scored
 
     @property
     def spread(self) -> bool:
@@ -208,6 +211,7 @@ class ReferenceSamples:
             torch.cat([part.lengths for part in parts]),
             {name: torch.cat([part.penalties[name] for part in parts]) for name in parts[0].penalties},
             [group for part in parts for group in part.groups],
+            {name: torch.cat([part.terms[name] for part in parts]) for name in parts[0].terms},
         )
 
     def shaped(self, shaping: ScoreShaping, *, normalize: bool) -> tuple[ReferenceScores, ScoreShaping]:
@@ -278,12 +282,13 @@ def score_samples(
 
     `shaping`: of the penalties. Errors: InputError from a reward, or for a score that is not finite.
     """
-    scores, lengths, penalties = [], [], []
+    scores, lengths, penalties, terms = [], [], [], []
     for responses, sampled in batches:
-        values, texts = scorers(responses)[REWARD], responses.texts
-        if bool((infinite := values.isinf()).any()):
+        values, texts = scorers(responses), responses.texts
+        if bool((infinite := values[REWARD].isinf()).any()):
             raise InputError(f"reward: the score of {texts[int(infinite.nonzero()[0])][:60]!r} is not a finite number")
-        scores.append(values)
+        scores.append(values[REWARD])
+        terms.append({name.removeprefix(RAW): x for name, x in values.items() if name.startswith(RAW)})
         lengths.append(torch.tensor(list(map(len, responses.ids))))
         penalties.append(shaping.penalties(responses.ids, sampled.ended))
     raw = torch.cat(scores)
@@ -293,4 +298,5 @@ def score_samples(
         torch.cat(lengths)[known],
         {name: torch.cat([each[name] for each in penalties])[known] for name in penalties[0]},
         [groups[i] for i in known.nonzero().flatten().tolist()],
+        {name: torch.cat([each[name] for each in terms])[known] for name in terms[0]},
     )

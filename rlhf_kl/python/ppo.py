@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_kl import ui
 from rlhf_kl.clock import Clock, speed
+from rlhf_kl.config.schema.reward import EACH
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.events import worded
@@ -129,6 +130,8 @@ class PPO:
             raise InputError("rollout: step takes the rollout that was made last, once")
         responses, sampled, made = self._made
         raw = None if scores is None else {REWARD: _checked(scores, len(made))}
+        if raw is not None and self.config.reward.normalize == EACH:
+            raise InputError("scores: reward.normalize=each scales the terms of a sum, not its scores: leave them out")
         if raw is None and not self.knows_scorer:
             raise InputError("scores: no scorer is known: ppo.step(rollout, scores=...)")
         step = self.updates + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,11 @@ from torch import Tensor
 from rlhf_kl.errors import InputError, ServiceFailed, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
-from rlhf_kl.types import REWARD, TERM, WATCHED, Prompts, Responses
+from rlhf_kl.rewards.shaping import scale_of
+from rlhf_kl.types import RAW, REWARD, TERM, WATCHED, Prompts, Responses
+from rlhf_kl.ui import log
+
+CANCELLED = 1e-6  # of the weights: less spread of a sum of scaled terms is rounding
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Scorer:
     name: str  # "reward", "terms.NAME", or of one that never trains "scorers.NAME"
     call: Callable[[Responses], Tensor]
     weight: float = 1.0
+    mean: float = 0.0  # of a term, taken off its score
+    std: float = 1.0  # and divided by, before its weight
 
     @property
     def key(self) -> str:
@@ -45,22 +51,29 @@ class Scorers:
 
     def __init__(self, *scorers: Scorer) -> None:
         self.scorers = scorers
+        self.failed = set[str]()  # names of those of weight 0 whose failure was told
 
     def __call__(self, responses: Responses) -> dict[str, Tensor]:
-        """Raw scores (B,) by name: "reward", and what each "terms.NAME" adds to it; nothing without a reward.
+        """Raw scores (B,) by name: "reward", and for a sum what `add_up` gives; nothing without a reward.
 
-        A term that does not score a response adds nothing. Errors: InputError or ServiceFailed, by the config key of a
-        scorer.
+        A term that does not score a response adds nothing; one of weight 0 may fail. Errors: InputError or
+        ServiceFailed, by the config key of a scorer.
         """
         values: dict[str, Tensor] = {}
-        for scorer in self.trained.scorers:
-            with blame(scorer.key):
-                values[scorer.name] = scorer.call(responses)
-        terms = [scorer for scorer in self.scorers if scorer.name.startswith(TERM)]
-        values |= {term.name: term.weight * values[term.name].double() for term in terms}
-        if terms:
-            values = {REWARD: _sum([values[term.name] for term in terms if term.weight]), **values}
-        return values
+        for scorer in self.scorers:
+            if scorer.never_trains:
+                continue
+            try:
+                with blame(scorer.key):
+                    values[scorer.name] = scorer.call(responses)
+            except (InputError, ServiceFailed) as error:
+                if scorer.weight:
+                    raise
+                values[scorer.name] = torch.full((len(responses.texts),), math.nan)
+                if scorer.name not in self.failed:
+                    log.warning(f"{error}: of weight 0, it goes on without")
+                self.failed.add(scorer.name)
+        return values | self.add_up({name: values[term.name] for name, term in self.terms.items()})
 
     def judge(self, responses: Responses, failures: dict[str, str]) -> dict[str, list[float]]:
         """Scores (B,) of "reward", and by NAME those of the scorers that never train; NaN = none.
@@ -80,6 +93,40 @@ class Scorers:
                 except (InputError, ServiceFailed) as error:
                     failures[name] = str(error)
         return values
+
+    # ---- the terms of a sum
+
+    @property
+    def terms(self) -> dict[str, Scorer]:
+        """The terms of a sum, by NAME."""
+        return {each.name.removeprefix(TERM): each for each in self.scorers if each.name.startswith(TERM)}
+
+    def add_up(self, raw: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """From the raw scores (B,) of terms, by NAME: "reward", what each "terms.NAME" adds to it, and "raw.NAME".
+
+        Empty without terms.
+        """
+        terms = {name: self.terms[name] for name in raw}
+        adds = {name: term.weight * (raw[name].double() - term.mean) / term.std for name, term in terms.items()}
+        total = {REWARD: _sum([adds[name] for name, term in terms.items() if term.weight])} if terms else {}
+        return total | {TERM + name: x for name, x in adds.items()} | {RAW + name: x for name, x in raw.items()}
+
+    def scale(self, figures: Mapping[str, Mapping[str, Any]]) -> None:
+        """Centre and scale each term with a weight by its "mean" and "std", by NAME."""
+        found = {TERM + name: {key: of[key] for key in ("mean", "std")} for name, of in figures.items()}
+        self.scorers = tuple(replace(each, **found.get(each.name, {}) if each.weight else {}) for each in self.scorers)
+
+    def fit(self, raw: Mapping[str, Tensor]) -> None:
+        """Scale the terms by their scores (N,) of reference samples: `reward.normalize: each`.
+
+        Errors: InputError for a term without a scale, and for terms that cancel each other.
+        """
+        change = "If the policy can find other scores, set reward.normalize=true; else leave the term out"
+        terms = {name: term for name, term in self.terms.items() if term.weight}
+        self.scale({name: scale_of(raw[name], term.key, change) for name, term in terms.items()})
+        spread = float(self.add_up(raw)[REWARD].std(correction=0))
+        if not spread > CANCELLED * sum(abs(term.weight) for term in terms.values()):
+            raise InputError("reward: the weighted terms cancel each other in all reference samples. Change a weight")
 
     @property
     def trained(self) -> Scorers:

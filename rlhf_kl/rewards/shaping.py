@@ -14,6 +14,23 @@ ROUNDING = 4.0  # steps of the number type: scores that differ by less are equal
 REPEAT = 3  # tokens in a row that count as repeated
 
 
+def scale_of(scores: Tensor, key: str, change: str) -> dict[str, float]:
+    """The "mean" and "std" of raw scores (N,) of reference samples, of those that are no NaN.
+
+    Errors: InputError under `key` if they are equal, or differ by rounding alone, so that they have no scale; `change`:
+    what to do then.
+    """
+    scores = scores[~scores.isnan()]
+    if not len(scores):
+        raise InputError(f"{key}: returned None for all reference samples, so there is no scale. {change}")
+    std = float(scores.std(correction=0))
+    rounding = ROUNDING * torch.finfo(scores.dtype).eps * float(scores.abs().max())
+    if not std > rounding:
+        same = f"all {len(scores)} reference samples have {'about ' * (std > 0)}the score {float(scores[0]):g}"
+        raise InputError(f"{key}: {same}, so reward.normalize finds no scale. {change}")
+    return {"mean": float(scores.mean()), "std": std}
+
+
 def repeated_share(tokens: Sequence[int]) -> float:
     """Share of the three-token runs of a response that are repetitions."""
     runs = [tuple(tokens[i : i + REPEAT]) for i in range(len(tokens) - REPEAT + 1)]
@@ -41,13 +58,8 @@ class ScoreShaping:
         """
         if not normalize:
             return self
-        std = float(scores.std(correction=0))
-        rounding = ROUNDING * torch.finfo(scores.dtype).eps * float(scores.abs().max())
-        if not std > rounding:
-            same = f"all {len(scores)} reference samples have {'about ' * (std > 0)}the score {float(scores[0]):g}"
-            advice = "If the policy can find other scores, set reward.normalize=false"
-            raise InputError(f"reward: {same}, so reward.normalize finds no scale. {advice}")
-        return replace(self, mean=float(scores.mean()), std=std)
+        change = "If the policy can find other scores, set reward.normalize=false"
+        return replace(self, **scale_of(scores, "reward", change))
 
     def __call__(self, scores: Tensor, penalties: Mapping[str, Tensor]) -> Tensor:
         """Raw scores (B,), and the `penalties` of the responses -> shaped scores (B,)."""

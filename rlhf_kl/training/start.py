@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_kl import ui
 from rlhf_kl.clock import Clock
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.reward import EACH
 from rlhf_kl.control import adjusts
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import InputError
@@ -33,13 +34,14 @@ from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
+from rlhf_kl.rewards.terms import term_figures
 from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
 from rlhf_kl.shell import shell_command
 from rlhf_kl.training.device import LAUNCH
 from rlhf_kl.training.setup import Setup
 from rlhf_kl.training.trainer import build_trainer
-from rlhf_kl.types import Responses, Sampled
+from rlhf_kl.types import REWARD, Responses, Sampled
 from rlhf_kl.ui import log
 
 AT_END = 4  # times `eval.responses`: the responses that are scored at the end of a run
@@ -82,7 +84,8 @@ def prepare_training(
             ranks.run(lambda: check_policy(config, setup))
             if samples is None:
                 samples = score_reference(config, setup, ranks)
-        scores, shaping = samples.shaped(configured_shaping(config), normalize=config.reward.normalize)
+        scores, shaping = samples.shaped(configured_shaping(config), normalize=bool(config.reward.normalize))
+        scores = replace(scores, terms=term_figures(samples.terms, setup.scorers.add_up(samples.terms)))
         coef, note, _ = starting_coef(config, scores)
         if note:
             log.info(note)
@@ -90,6 +93,8 @@ def prepare_training(
         scores = ReferenceScores(**saved["reference_scores"])
         shaping = ScoreShaping(**saved["shaping"])
         coef = saved["coef"]
+        if config.reward.normalize == EACH:
+            setup.scorers.scale(scores.terms)
     clock = Clock()
     trainer = build_trainer(config, setup, scores, shaping, coef, clock, ranks)
     solved = None
@@ -159,13 +164,16 @@ def configured_shaping(config: TrainConfig) -> ScoreShaping:
 
 
 def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> ReferenceSamples:
-    """Sample the reference and score it. Equal scores call for more samples."""
-    section, shaping = config.reward, configured_shaping(config)
+    """Sample the reference and score it; it scales the terms of a sum. Equal scores call for more samples.
+
+    Errors: InputError from the reward.
+    """
+    shaping = configured_shaping(config)
     ranks.run(lambda: try_reward(config, setup), scores=True)
 
     def are_enough(samples: ReferenceSamples) -> bool:
         with contextlib.suppress(InputError):  # which is raised below if more samples do not help
-            scores, _ = samples.shaped(shaping, normalize=section.normalize)
+            scores, _ = samples.shaped(shaping, normalize=bool(config.reward.normalize))
             # A controller expects the beta that holds the target near the solved one, also if another start is written.
             solve = solved_coef if adjusts(config.kl.controller.kind) else starting_coef
             return scores.are_enough(lambda some: solve(config, some)[0])
@@ -175,12 +183,26 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> Referenc
         for samples, complete in sample_references(config, setup, shaping, ranks, advance):
             if complete and not len(samples.scores):
                 raise InputError("reward: returned None for all reference samples")
-            if samples.spread and (complete or are_enough(samples)):
-                break
+            with contextlib.suppress(InputError):
+                scaled = scale_terms(config, setup, samples)
+                if scaled.spread and (complete or are_enough(scaled)):
+                    break
+    samples = scale_terms(config, setup, samples)
     empty = float((samples.lengths <= 1).float().mean())
     if empty > MANY_EMPTY:
         log.warning(f"{empty:.0%} of the reference's responses are empty: see `{shell_command()} doctor`")
     return samples
+
+
+def scale_terms(config: TrainConfig, setup: Setup, samples: ReferenceSamples) -> ReferenceSamples:
+    """With `reward.normalize: each`: the scorers on the scale of these samples, and the samples with such scores.
+
+    Errors: InputError for a term without a scale.
+    """
+    if config.reward.normalize != EACH:
+        return samples
+    setup.scorers.fit(samples.terms)
+    return replace(samples, scores=setup.scorers.add_up(samples.terms)[REWARD])
 
 
 def sample_references(

@@ -146,6 +146,7 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     assert "measurements?" in rlhf_kl("guide", "m").err
 
 
+@pytest.mark.slow
 def test_the_newest_run_of_the_working_directory(
     write_run: Write, metrics_rows: Rows, here: Path, rlhf_kl: Cli
 ) -> None:
@@ -165,6 +166,7 @@ def test_the_newest_run_of_the_working_directory(
     assert (done.out, done.err) == ("runs/new/report.html\nruns/old/report.html\n", "")
 
 
+@pytest.mark.slow
 def test_watch_follows_a_run_to_its_end(
     write_run: Write, metrics_rows: Rows, rlhf_kl: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

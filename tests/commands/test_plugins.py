@@ -37,6 +37,7 @@ def files_with(folder: Path, text: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_secret_of_the_environment_reaches_no_file(
     rlhf_kl: Cli, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

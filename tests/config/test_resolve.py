@@ -198,6 +198,9 @@ TERMS = "reward: {kind: sum, %s: x, terms: {a: {model: builtin:reviews}}}"
         ("kl: {target: moderate, unit: sequence}", "kl.target", "'moderate'"),
         ("reward: {kind: sum}", "reward.terms", "reward.kind"),
         (TERMS % "label", "reward.label", "reward.kind"),
+        ("reward: {normalize: each}", "reward.normalize", "reward.kind"),
+        (TERMS.replace("%s: x", "normalize: all"), "reward.normalize", "'each'"),
+        (TERMS.replace("%s: x, ", "").replace("reviews}", "reviews, weight: 0}"), "reward.terms", "weight"),
         ("data: {chat_template: false, system: c}", "data.system", "data.chat_template"),
     ],
 )  # fmt: skip

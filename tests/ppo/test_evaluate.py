@@ -198,6 +198,7 @@ def few_prompts(draws: random.Random, prompts: int = 12, each: int = 15) -> Samp
     return made
 
 
+@pytest.mark.slow
 def test_the_draws_are_prompts_with_all_of_their_responses() -> None:
     """Beside a bootstrap that draws whole prompts, and (word pairs, which repeat in one) beside new samples.
 

@@ -173,6 +173,7 @@ def test_rounds_share_out_the_samples_of_each_prompt(prompts: int, samples: int,
         assert min(drawn.values()) >= 2
 
 
+@pytest.mark.slow
 def test_samples_are_enough_where_others_like_them_give_the_same_mean_and_beta() -> None:
     """Against the spread of log beta over many such draws; few values, few prompts or a large spread need more."""
 

@@ -117,7 +117,7 @@ def test_the_rollout_is_made_of_its_parts(setup: Setup) -> None:
     assert (rollout.prompts, rollout.responses) == (list(TEXTS), texts)
     assert rollout.scores["reward"].tolist() == [2.0 * len(text) + 1.0 for text in texts]
     assert rollout.scores["terms.x"].tolist() == [2.0 * len(text) for text in texts]
-    assert list(rollout.scores) == ["reward", "terms.x", "terms.y"]  # the other one never trains
+    assert {*rollout.scores} == {"reward", "terms.x", "terms.y", "raw.x", "raw.y"}  # the other one never trains
     assert 0 < int(sampled.ended.sum()) < len(TEXTS)
     missing = [0.0 if ended else 0.5 for ended in sampled.ended]
     assert rollout.penalties["missing_eos"].tolist() == missing

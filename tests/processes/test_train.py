@@ -28,6 +28,7 @@ VARIANTS: dict[str, list[str]] = {
     "default": [],
     "minibatches": ["ppo.minibatch_size=8"],
     "reward": ["kl.placement=reward", "kl.estimator=k1"],
+    "sum": ["reward={kind: sum, terms: {a: {kind: 'MINE'}, b: {kind: 'MINE', letter: b}}}", "reward.normalize=each"],
     "adapter": ["policy.lora={r: 2}"],
     "separate": ["policy.value=separate"],
     "rloo": ["ppo.advantage=rloo", "rollout.samples_per_prompt=4"],
@@ -68,7 +69,7 @@ def runs(
     AutoTokenizer.from_pretrained(other).save_pretrained(half)
     place = tmp_path_factory.mktemp("two")
     (place / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    folders = {"GOLD": tiny_reward_folder, "OTHER": other, "HALF": half}
+    folders = {"GOLD": tiny_reward_folder, "OTHER": other, "HALF": half, "MINE": tiny_settings["reward"]["kind"]}
 
     def words(variant: str, count: int) -> list[Any]:
         shards = {"sharded": SHARDS, "frozen": SHARDS[1:]}.get(variant.partition("-")[0], [])

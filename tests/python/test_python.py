@@ -157,6 +157,24 @@ def test_the_rows_of_a_loop_are_those_of_a_run_and_a_loaded_one_goes_on(tmp_path
     assert {"model.safetensors", "tokenizer_config.json", "README.md"} <= {file.name for file in saved.iterdir()}
 
 
+def test_terms_on_their_own_scale_in_a_loop(tmp_path: Path) -> None:
+    """As in a run, and after a load; scores of the caller's have no terms, so they are refused."""
+    (tmp_path / "mine.py").write_text("def size(prompts, responses):\n    return [100 * len(r) for r in responses]\n")
+    terms = {"model": {"model": "builtin:reviews-small"}, "size": {"kind": f"{tmp_path}/mine.py:size"}}
+    changes = SMALL | {"reward": {"kind": "sum", "normalize": "each", "terms": terms}}
+    run = rlhf_kl.train("ppo_adaptive.yaml", changes, output_dir=tmp_path / "one", updates=2, quiet=True)
+    ppo, other = loop(2, changes=changes), loop(2, changes=changes)
+    rollout = ppo.rollout()
+    with pytest.raises(rlhf_kl.RlhfKlError, match=r"reward\.normalize"):
+        ppo.step(rollout, [1.0] * len(rollout))
+    ppo.step(rollout)
+    torch.save(ppo.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for each in (ppo, other):
+        each.step(each.rollout())
+        assert figures(each.metrics) == figures(run.metrics[:2])
+
+
 @pytest.fixture
 def free(tmp_path: Path) -> rlhf_kl.PPO:
     """A loop whose config names a model and nothing else."""

@@ -112,6 +112,7 @@ def carriers(path: Path, *kls: float) -> Path:
     return Path(jsonl(path / "tokens.jsonl", [{"step": 22} | asdict(part) for part in parts])).parent
 
 
+@pytest.mark.slow
 def test_the_tokens_that_carry_the_kl_of_a_run_and_of_variants(write_run: Write, metrics_rows: Rows) -> None:
     """Of a variant all seeds count together; one whose run has no evaluation has no table."""
     rows, runs = metrics_rows(KLS), []
@@ -142,6 +143,7 @@ def test_a_run_that_has_only_begun(write_run: Write) -> None:
     assert '<meta http-equiv="refresh" content="10">' in text
 
 
+@pytest.mark.slow
 def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_rows: Rows, tmp_path: Path) -> None:
     for name, kind, coef, kl in [
         ("adaptive", "adaptive", 0.2, 0.1), ("$<b>static<i>$-0.1x", "fixed", 0.02, 3.0),

@@ -20,6 +20,7 @@ from rlhf_kl.plugins import checked_options, is_reference, missing_variables
 from rlhf_kl.remote import HttpReward
 
 SUM = "sum"  # the reward that is made of several
+EACH: Literal["each"] = "each"  # of its terms is normalised
 SERVERS = {"http": HttpReward}  # rewards behind a URL
 MODEL = "a local folder, a hub id (owner/name@revision), or builtin:NAME"
 
@@ -87,7 +88,7 @@ class ScorerSection(Section):
 
 class TermSection(ScorerSection):
     weight: float = 1.0
-    """Weight of the term's raw score in the sum."""
+    """Weight of the term's score in the sum; 0 = it is only logged."""
 
 
 class RewardSection(ScorerSection):
@@ -95,9 +96,12 @@ class RewardSection(ScorerSection):
     kind: Plugin = "model"
     """model, http (a server) or a function as file.py:function or module:function, with options beside it, or sum."""
     terms: dict[Name, TermSection] | None = None
-    """Where kind is sum: scorers by name, each with its kind and weight; their raw scores are added up."""
-    normalize: bool = True
-    """Normalise scores: mean 0 and standard deviation 1 on responses of the reference, measured once."""
+    """Where kind is sum: scorers by name, each with its kind and weight; their scores are added up."""
+    normalize: bool | Literal["each"] = True
+    """Normalise scores: mean 0 and standard deviation 1 on responses of the reference, measured once.
+
+    each: first every term of a sum by itself, before its weight, so that the widest one does not win; then the sum.
+    """
     clip: Positive | None = 5.0
     """Limit of the absolute value of a normalised score; null = none."""
     missing_eos_penalty: NonNegative = 1.0
@@ -123,5 +127,9 @@ class RewardSection(ScorerSection):
             problems.append("reward.terms must name at least one scorer where reward.kind is sum")
         elif self.terms:
             problems += [line for name, term in self.terms.items() for line in term.problems(f"reward.terms.{name}")]
+        if self.normalize == EACH and self.kind != SUM:
+            problems.append("reward.normalize: each is for reward.kind sum: true scales a single reward")
+        elif self.terms and not any(term.weight for term in self.terms.values()):
+            problems.append("reward.terms must have one with a weight that is not 0")
         refuse(*problems)
         return self
