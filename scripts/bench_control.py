@@ -15,7 +15,8 @@ peak        largest KL / target
 in band     share of the updates from number 15 on within 25 % of the target
 sd log beta standard deviation of log beta over the second half
 cut         share of the second half's updates that the ceiling shortened
-score       that PPO sees (normalised, clipped, less penalties); with gold and KL the mean of the last ten updates
+score       that PPO sees (normalised, clipped, less penalties), with the KL the mean of the last ten updates
+gold        of held-out prompts at the end
 of limit    score gain over the most that any policy could have at the same KL (`tilt_share` of summary.json)
 """
 

@@ -162,8 +162,9 @@ def falls(name: str) -> Alarm:
         found = {"since": best["step"], "rise": rise, "score": score, "fall": fall, "value": value}
         return found | {"falls": rise > SURE * noise and fall > sure * error, "over": fall < error}
 
-    text = "since update {since:.0f} the score rose by {rise:.2g} to {score:.3g} on held-out prompts, and the "
-    text += scorer_label(name) + " fell by {fall:.2g} to {value:.3g}: the policy exploits the reward. "
+    label = scorer_label(name)
+    text = "since update {since:.0f} the score rose by {rise:.2g} to {score:.3g} on held-out prompts, and "
+    text += "the " * (label != name) + label + " fell by {fall:.2g} to {value:.3g}: the policy may exploit the reward. "
     text += "{to_restrain}, or go back to an earlier checkpoint"
     return Alarm(f"overoptimised-{name}", text, measure, lambda f: f["falls"], lambda f: f["over"])
 

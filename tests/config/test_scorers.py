@@ -147,3 +147,9 @@ def test_the_best_checkpoint_is_kept_by_a_scorer_that_there_is(best: str, hint: 
         (line,) = problems(*arguments)
         assert line.startswith(f"checkpoint.best: '{best}' ")
         assert hint in line
+
+
+def test_a_scorer_that_is_wrong_is_told_alone() -> None:
+    """Not also that there is none of its name."""
+    (line,) = problems("{polite: {kind: null}}", "checkpoint.best=eval/polite")
+    assert line.startswith("eval.scorers.polite.kind ")

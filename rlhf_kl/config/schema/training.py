@@ -305,5 +305,6 @@ class TrainConfig(Section):
         if held is not None and checkpoint.best is not None:
             known = [*BEST, *(f"eval/{name}" for name in held.watched)]
             if checkpoint.best not in known:
-                refuse(f"checkpoint.best: {checkpoint.best!r} is not measured{suggestion(checkpoint.best, known)}")
+                hint = suggestion(checkpoint.best, known)
+                refuse(f"checkpoint.best: {checkpoint.best!r} is no figure of a run or of eval.scorers{hint}")
         return checkpoint
