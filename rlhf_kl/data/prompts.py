@@ -30,7 +30,9 @@ class PromptStream:
         return self._longest or max(map(len, self.table.ids), default=0)
 
     def batch(self, step: int, offset: int = 0, rows: int | None = None) -> Prompts:
-        """Prompts `offset` to `offset + rows` of the global batch of a step (steps count from 1)."""
+        """Prompts `offset` to `offset + rows` of the global batch of a step (steps count from 1); none of no prompts."""
+        if not len(self):
+            return self.table
         start = (step - 1) * self.batch_size + offset
         places = range(start, start + (rows or self.batch_size))
         return self.table.pick([self._index(place // self.samples) for place in places])

@@ -203,6 +203,17 @@ def test_without_a_scorer_the_first_rollout_gives_the_scale_and_beta(free: rlhf_
     assert free.step(second, torch.arange(8.0))["step"] == 2
 
 
+def test_a_loop_whose_prompts_come_later_goes_on_from_a_file(free: rlhf_kl.PPO, tmp_path: Path) -> None:
+    changes = SMALL | {"policy.model": tmp_path / "my-model", "rollout.samples_per_prompt": 2}
+    other = rlhf_kl.PPO("ppo_model.yaml", changes, updates=2, quiet=True)
+    free.step(free.rollout(PROMPTS[:4]), range(8))
+    torch.save(free.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for ppo in (free, other):
+        ppo.step(ppo.rollout(PROMPTS[4:8]), range(8))
+    assert figures(other.metrics) == figures(free.metrics)
+
+
 def test_a_call_that_cannot_be_right_is_refused_and_changes_nothing(free: rlhf_kl.PPO) -> None:
     for prompts, named in ((PROMPTS[:3], "4 of them"), (["", *PROMPTS[:3]], "cannot be used"), (None, "prompts")):
         with pytest.raises(rlhf_kl.RlhfKlError, match=named):
