@@ -30,7 +30,7 @@ class PromptStream:
         return self._longest or max(map(len, self.table.ids), default=0)
 
     def batch(self, step: int, offset: int = 0, rows: int | None = None) -> Prompts:
-        """Prompts `offset` to `offset + rows` of the global batch of a step (steps count from 1); none of no prompts."""
+        """Prompts `offset` to `offset + rows` of the global batch of a step (from 1); of no prompts none."""
         if not len(self):
             return self.table
         start = (step - 1) * self.batch_size + offset
