@@ -26,16 +26,21 @@ def given_in_python(
 ) -> dict[str, Any]:
     """What came as objects, by the config key that names it. Errors: InputError for a single text, and for none."""
     given: dict[str, Any] = {}
-    for key, values, column in (("data.prompts", prompts, "prompt"), ("eval.texts", texts, "text")):
-        if isinstance(values, str):
-            raise InputError(f"{column}s: is one text: give a list, or name a file as {key}")
-        if values is not None and not (found := list(values)):
-            raise InputError(f"{column}s: are none: leave them out, or name a file as {key}")
+    for key, values, name in (("data.prompts", prompts, "prompts"), ("eval.texts", texts, "texts")):
         if values is not None:
-            given[key] = found
+            given[key] = listed(name, values)
+            if not given[key]:
+                raise InputError(f"{name}: are none: leave them out, or name a file as {key}")
     if reward is not None:
         given["reward.kind"] = reward
     return given
+
+
+def listed(name: str, values: Iterable[Any]) -> list[Any]:
+    """The values as a list. Errors: InputError for a text or a mapping, whose parts would be taken for them."""
+    if isinstance(values, str | Mapping):
+        raise InputError(f"{name}: is one {'text' if isinstance(values, str) else 'mapping'}: give a list")
+    return list(values)
 
 
 def python_config(

@@ -25,7 +25,7 @@ from rlhf_kl.plugins import GIVEN
 from rlhf_kl.ppo.reference import ReferenceSamples, score_samples
 from rlhf_kl.ppo.rollout import Rollouts, sample_rollout
 from rlhf_kl.ppo.states import ReferenceStates
-from rlhf_kl.python.configured import ConfigLike, Reward, given_in_python, python_config
+from rlhf_kl.python.configured import ConfigLike, Reward, given_in_python, listed, python_config
 from rlhf_kl.training import sets
 from rlhf_kl.training.card import model_card
 from rlhf_kl.training.device import run_device
@@ -109,7 +109,7 @@ class PPO:
         logprobs, ref_logprobs and exact_kl (B, T), nats. Errors: InputError for prompts that cannot be used.
         """
         self._require_updates()
-        batch = None if prompts is None else self._prepared(list(prompts))
+        batch = None if prompts is None else self._prepared(listed("prompts", prompts))
         if batch is None and not len(self.setup.prompts):
             raise InputError("prompts: the config names none: ppo.rollout(prompts)")
         setup, step = self.setup, self.updates + 1

@@ -11,10 +11,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from rlhf_kl.config.resolve import dump_config
+from rlhf_kl.config.resolve import dump_config, flat
 from rlhf_kl.control.verdict import BAND, BAND_FROM, verdict_text
 from rlhf_kl.monitors.facts import closing_note, score_error
 from rlhf_kl.monitors.kl_shares import kl_shares
+from rlhf_kl.plugins import GIVEN
 from rlhf_kl.report import token_tables
 from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.drawing import Chart, css, save_sheet, svg
@@ -65,10 +66,18 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         tables=token_tables,
         hottest=f"{HOTTEST:g}",
         texts=[(each["prompt"], _texts(run, each)) for each in run.texts],
-        command=f"rlhf-kl train --config {shlex.quote(str(run.path / 'config.yaml'))} --output-dir OTHER",
+        command=_command(run),
         versions=" · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items()),
         config=dump_config(run.config),
     )
+
+
+def _command(run: RunResult) -> str:
+    """What repeats a run; what was given in Python no command has."""
+    config, named = str(run.path / "config.yaml"), flat(run.config.model_dump())
+    if any(isinstance(value, str) and value.startswith(GIVEN) for value in named.values()):
+        return f'rlhf_kl.train("{config}", prompts=..., texts=..., reward=..., output_dir="OTHER")'
+    return f"rlhf-kl train --config {shlex.quote(config)} --output-dir OTHER"
 
 
 def render(template: str, **values: Any) -> str:

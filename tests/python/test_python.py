@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ def test_a_run_from_lists_and_a_function(trained: rlhf_kl.TrainedRun, rlhf_kl: C
     assert len(trained.frame()) == 3
     assert trained.summary["steps"] == 2
     assert "2 updates, finished" in repr(trained)
-    assert "<svg" in trained._repr_html_().replace("&lt;", "<")
+    page = unescape(trained._repr_html_())
+    assert "<svg" in page
+    assert "rlhf_kl.train(" in page  # repeats it, and no command line does
+    assert "rlhf-kl train --config" not in page
     ids = trained.tokenizer(PROMPTS[0], return_tensors="pt")
     assert trained.policy.generate(**ids, max_new_tokens=2).shape[1] == ids["input_ids"].shape[1] + 2
     config = (trained.folder / "config.yaml").read_text()
@@ -120,6 +124,7 @@ SMALL_CONFIG: dict[str, Any] = {
         ({"extends": "ppo_adaptive.yaml", "kl": {"target": -1}}, {}, {}, "kl.target"),
         ("ppo_adaptive.yaml", {"kl..target": 1}, {}, "kl..target"),
         ("ppo_adaptive.yaml", {}, {"prompts": "one text"}, "prompts"),
+        ("ppo_adaptive.yaml", {}, {"prompts": {"prompt": "one row"}}, "prompts"),
         ("ppo_adaptive.yaml", {}, {"updates": 0}, "updates"),
         ("ppo_adaptive.yaml", {}, {"reward": lambda texts: texts}, "reward.kind"),
         ("ppo_adaptive.yaml", {}, {"prompts": []}, "prompts"),
@@ -215,7 +220,12 @@ def test_a_loop_whose_prompts_come_later_goes_on_from_a_file(free: rlhf_kl.PPO, 
 
 
 def test_a_call_that_cannot_be_right_is_refused_and_changes_nothing(free: rlhf_kl.PPO) -> None:
-    for prompts, named in ((PROMPTS[:3], "4 of them"), (["", *PROMPTS[:3]], "cannot be used"), (None, "prompts")):
+    for prompts, named in (
+        ("abcd", "prompts"),
+        (PROMPTS[:3], "4 of them"),
+        (["", *PROMPTS[:3]], "cannot be used"),
+        (None, "prompts"),
+    ):
         with pytest.raises(rlhf_kl.RlhfKlError, match=named):
             free.rollout(prompts)
     with pytest.raises(rlhf_kl.RlhfKlError, match="no update"):
