@@ -66,6 +66,16 @@ def test_near_the_target_the_rate_only_falls() -> None:
     assert factors == sorted(factors, reverse=True)
 
 
+def test_an_update_of_more_than_half_the_way_near_the_target_is_too_long_at_once() -> None:
+    """From the target to four times its KL: the policies are about that far from the one that sampled."""
+    rule = PacedRate(TARGET, 60)
+    travel(rule, 0.05, 8)
+    before = rule.factor
+    (event,) = observe(rule, 9, 1.0, 2.0, 0.4 * TARGET)
+    assert isinstance(event, LearningRateChanged)
+    assert rule.factor == pytest.approx(before / 4)  # a sixteenth of the KL, half of what is too much
+
+
 def test_a_first_update_beyond_the_target_lowers_the_rate() -> None:
     """To the rate that it shows to be right for a hold; the first step of a policy is longer than the later ones."""
     rule = PacedRate(TARGET, 60)
