@@ -74,9 +74,10 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
 
 def _command(run: RunResult) -> str:
     """What repeats a run; what was given in Python no command has."""
-    config, named = str(run.path / "config.yaml"), flat(run.config.model_dump())
-    if any(isinstance(value, str) and value.startswith(GIVEN) for value in named.values()):
-        return f'rlhf_kl.train("{config}", prompts=..., texts=..., reward=..., output_dir="OTHER")'
+    config, values = str(run.path / "config.yaml"), flat(run.config.model_dump())
+    names = {"data.prompts": "prompts", "eval.texts": "texts", "reward.kind": "reward"}
+    if given := [f"{name}=..., " for key, name in names.items() if str(values[key]).startswith(GIVEN)]:
+        return f'rlhf_kl.train("{config}", {"".join(given)}output_dir="OTHER")'
     return f"rlhf-kl train --config {shlex.quote(config)} --output-dir OTHER"
 
 

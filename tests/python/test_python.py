@@ -61,7 +61,7 @@ def test_a_run_from_lists_and_a_function(trained: rlhf_kl.TrainedRun, rlhf_kl: C
     assert "2 updates, finished" in repr(trained)
     page = unescape(trained._repr_html_())
     assert "<svg" in page
-    assert "rlhf_kl.train(" in page  # repeats it, and no command line does
+    assert "prompts=..., texts=..., reward=..., output_dir=" in unescape(page)  # repeats it, and no command line does
     assert "rlhf-kl train --config" not in page
     ids = trained.tokenizer(PROMPTS[0], return_tensors="pt")
     assert trained.policy.generate(**ids, max_new_tokens=2).shape[1] == ids["input_ids"].shape[1] + 2
