@@ -1,17 +1,18 @@
 """Weights that are sharded over the processes, by FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Every process keeps a part of each tensor, of its gradient and of Adam's moments. A training pass gathers one layer at a
-time; all processes make the same number of passes. Passes without gradients happen inside `unsharded`, where each
-process has all weights.
+Every process keeps a part of each tensor, of its gradient and of Adam's moments. A pass gathers one layer at a time, so
+all processes make the same number of passes: those of training, and those without gradients inside `layer_by_layer`.
+A model samples inside `unsharded`, where each process has it whole: else each token would gather all layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from rlhf_kl.errors import InputError
 OLDEST_TORCH = (2, 9)  # distributed checkpoints in safetensors
 NamedTensors = Iterable[tuple[str, Tensor]]
 Read = Callable[[dict[str, Tensor]], None]
+P = TypeVar("P")
 
 
 def can_shard() -> bool:
@@ -46,15 +48,33 @@ def shard(layers: Iterable[nn.Module], device: torch.device, stored: torch.dtype
         fully_shard(layer, mesh=_mesh(device), mp_policy=precision, ignored_params=vectors)
 
 
-def shard_trained(root: nn.Module, model: Any, device: torch.device, computed: torch.dtype) -> None:
-    """Shard the layers of a transformers model and what they leave; training passes call `root`, which has them."""
+def shard_trained(root: nn.Module, model: Any, device: torch.device, computed: torch.dtype, idle: Any) -> None:
+    """Shard the layers of a transformers model and what they leave; passes call `root` with rows such as `idle`."""
     from torch.distributed.fsdp import fully_shard
 
     shard(layers_of(model), device, torch.float32, computed)
     bring(root, device, torch.float32)
     vectors = {parameter for parameter in root.parameters() if parameter.dim() < 2}
     fully_shard(root, mesh=_mesh(device), ignored_params=vectors)
-    root._get_fsdp_state()._lazy_init()  # type: ignore[operator]  # else the first layer that samples becomes a root
+    _begin(root, partial(root, idle))
+
+
+def shard_frozen(trunk: Any, device: torch.device, idle: Any) -> None:
+    """Shard the layers of a `Trunk` that is only read; embeddings and head stay whole, in float32. `idle`: rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    shard(layers_of(trunk.base), device, trunk.dtype, trunk.dtype)
+    bring(trunk.base, device, torch.float32)
+    root = trunk.base.base_model  # shards nothing of its own: layers of one root are gathered in turn, without waiting
+    fully_shard(root, mesh=_mesh(device), ignored_params=set(root.parameters()))
+    _begin(root, partial(trunk.hidden, idle))
+
+
+@torch.no_grad()
+def _begin(root: nn.Module, read: Callable[[], Any]) -> None:
+    """Make a first pass: else the first layer that samples would become a root."""
+    read()
+    _give_back(_parts(root))
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -77,25 +97,91 @@ def _mesh(device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def unsharded(*roots: nn.Module) -> Iterator[None]:
-    """Inside, these modules have all their weights: reading and decoding need no communication. Not for gradients.
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Inside, a model has all its weights, in the type of its passes, and decoding needs no communication.
 
-    It changes nothing for modules that are not sharded. All processes enter together.
+    It changes nothing for a model that is not sharded. All processes enter together. Not for gradients, and not inside
+    of `layer_by_layer`.
     """
-    modules = dict.fromkeys(module for root in roots for module in root.modules())
-    # Importing FSDP takes most of a second, so its modules are recognised by a method.
-    parts: list[Any] = [module for module in modules if hasattr(module, "set_reshard_after_forward")]
-    for part in parts:
+    for part in (parts := _parts(model)):
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
     try:
         yield
     finally:
-        for part in parts:
-            _forget_passes(part)
-            part.reshard()
-            # The backward pass needs the root again at once.
-            part.set_reshard_after_forward(part not in roots, recurse=False)
+        _give_back(parts)
+
+
+@contextlib.contextmanager
+def layer_by_layer(*models: nn.Module) -> Iterator[None]:
+    """Inside, passes without gradients gather one layer of these models at a time, beside what no layer has.
+
+    All processes enter together, and call the layers equally often (`equally_many`).
+    """
+    parts = _parts(*models)
+    for root in _roots(parts):
+        root.unshard()
+    try:
+        yield
+    finally:
+        _give_back(parts)
+
+
+def names_in_turn(model: nn.Module, base: nn.Module) -> Iterator[str]:
+    """The names of the parameters of `base`, a module of `model`; when it is its turn, one is whole, with its layer.
+
+    All processes read this together, to its end.
+    """
+    parts = {name: module for name, module in base.named_modules() if hasattr(module, "set_reshard_after_forward")}
+
+    def owner(name: str) -> str:
+        return max((part for part in parts if name.startswith(f"{part}.")), key=len, default="")
+
+    for part, names in groupby([name for name, _ in base.named_parameters()], owner):
+        gathered = [parts[part]] if part else _roots(_parts(model))
+        for each in gathered:
+            each.unshard()
+        try:
+            yield from names
+        finally:
+            for each in gathered:
+                each.reshard()
+
+
+def equally_many(passes: Sequence[P], idle: P, device: torch.device) -> Iterator[P]:
+    """These passes, and `idle` ones as long as another process still makes its own. All processes call together."""
+    most = torch.tensor(len(passes), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    yield from passes
+    yield from [idle] * (int(most) - len(passes))
+
+
+def has_shards(*models: nn.Module) -> bool:
+    """Whether a model has a tensor that is sharded now: not inside of `unsharded`."""
+    return any(is_sharded(parameter) for model in models for parameter in model.parameters())
+
+
+def _parts(*models: nn.Module) -> list[Any]:
+    """The modules whose tensors FSDP shards, a root before its layers; `within` of a model names others' it reads."""
+    # Importing FSDP takes most of a second, so its modules are recognised by a method.
+    holders = [holder for model in models for holder in (*getattr(model, "within", ()), model)]
+    modules = dict.fromkeys(module for holder in holders for module in holder.modules())
+    return [module for module in modules if hasattr(module, "set_reshard_after_forward")]
+
+
+def _roots(parts: Sequence[Any]) -> list[Any]:
+    inner = {id(module) for part in parts for module in part.modules() if module is not part}
+    return [part for part in parts if id(part) not in inner]
+
+
+def _give_back(parts: Sequence[Any]) -> None:
+    """Keep this process's shards alone, as before a training pass."""
+    roots = _roots(parts)
+    for part in parts:
+        part.reshard()
+        part.set_reshard_after_forward(part not in roots, recurse=False)  # the backward pass needs a root at once
+    for root in roots:
+        _forget_passes(root, parts)
 
 
 def sum_gradients(modules: Iterable[Any], now: bool) -> None:
@@ -105,13 +191,17 @@ def sum_gradients(modules: Iterable[Any], now: bool) -> None:
             module.set_requires_gradient_sync(now)
 
 
-def _forget_passes(part: Any) -> None:
+def _forget_passes(root: Any, parts: Iterable[Any]) -> None:
     """Clear FSDP's list of passes: passes without a backward pass would let it grow for the whole run."""
-    group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
-    order = getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
-    for passes in (getattr(group, "_post_forward_indices", None), order):
-        if passes is not None:
-            passes.clear()
+    if hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+        root.reset_iter_state()
+        return
+    for part in parts:  # private names of the versions before
+        group = getattr(part._get_fsdp_state(), "_fsdp_param_group", None)
+        order = getattr(getattr(group, "comm_ctx", None), "post_forward_order", None)
+        for passes in (getattr(group, "_post_forward_indices", None), order):
+            if passes is not None:
+                passes.clear()
 
 
 def is_sharded(tensor: Tensor) -> bool:

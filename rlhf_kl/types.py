@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ class Responses(NamedTuple):
     texts: list[str]  # without special tokens
     ids: list[list[int]]  # the tokens that were sampled, EOS included
     tokenizer: Any = None  # of the policy
+    known: Mapping[str, Tensor] = MappingProxyType({})  # scores (B,) that are there already, by the name of a scorer
 
 
 Score = Callable[[Responses], dict[str, Tensor]]  # raw scores (B,) by name, on the CPU

@@ -50,7 +50,7 @@ from rlhf_kl.training.device import SLOWER, bfloat16_slowdown, run_device
 from rlhf_kl.training.evaluation import evaluate_policy
 from rlhf_kl.training.load import Loader
 from rlhf_kl.training.resolved import resolve
-from rlhf_kl.training.setup import Setup, build_setup
+from rlhf_kl.training.setup import Setup, build_setup, start_engine
 from rlhf_kl.training.start import Training, check_sizes, prepare_training
 from rlhf_kl.training.trainer import learning_rate
 from rlhf_kl.types import REWARD, RolloutBatch
@@ -76,6 +76,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         device = run_device(config.run)
         resolved = resolve(config)
         setup, config = build_setup(resolved, device), resolved.config
+        start_engine(config, setup)
         loader = Loader(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]

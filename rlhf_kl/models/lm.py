@@ -46,6 +46,7 @@ class Trunk(nn.Module):
     """
 
     graphs = True  # whether its steps may be CUDA graphs: so until one cannot be captured
+    within: Sequence[nn.Module] = ()  # modules that hold shards of what it reads, see `sharding`
 
     def __init__(
         self, model: Any, dtype: torch.dtype = torch.float32, active: Context = contextlib.nullcontext

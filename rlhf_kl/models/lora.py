@@ -193,6 +193,13 @@ class AdapterReference(LM):
         return {**super().state_dict(*args, **kwargs), **self._start}
 
 
+def active_adapter(model: LM) -> str | None:
+    """The adapter with which a model is read, if any."""
+    if isinstance(model, AdapterReference):
+        return KEPT if model.keep_start else None
+    return TRAINED if has_adapter(model.model) else None
+
+
 def checkpointed(model: nn.Module) -> nn.Module:
     """The tensors for a checkpoint of a model: all of them, or only the trained ones if the others are frozen."""
     if all(parameter.requires_grad for parameter in model.parameters()):

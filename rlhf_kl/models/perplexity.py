@@ -13,7 +13,8 @@ from rlhf_kl.errors import InputError, blame
 from rlhf_kl.models.lm import LM, negative_log_likelihood
 from rlhf_kl.models.pretrained import check_tokens, context_length
 from rlhf_kl.models.tokens import encode_all, first_token_bytes
-from rlhf_kl.ops.packing import group_lengths, pass_overhead
+from rlhf_kl.ops.packing import group_lengths, idle_pass, pass_overhead
+from rlhf_kl.sharding import equally_many, has_shards
 
 ROWS = 32
 MOST_TOKENS = 1 << 15  # of a pass, padding included
@@ -66,8 +67,8 @@ def text_sums(
     """Sums over some documents: with a bos in front if the tokenizer has one; eos is not scored.
 
     Without a bos a document's first token has no context: neither its nats nor its bytes count.
-    `rows` in one pass; `advance(n)` is called after every n windows. Errors: InputError for a token that is not the
-    model's.
+    `rows` in one pass; `advance(n)` is called after every n windows. Of a sharded model: inside of `layer_by_layer`.
+    Errors: InputError for a token that is not the model's.
     """
     limit = context_length(lm.model) or DEFAULT_WINDOW
     encoded = encode_all(tokenizer, texts, bos=True)
@@ -83,7 +84,11 @@ def text_sums(
         most_tokens=MOST_TOKENS,
         overhead=pass_overhead(lm.device),
     )
-    for group in groups:
+    device = lm.device
+    for group in equally_many(groups, [], device) if has_shards(lm) else groups:
+        if not group:
+            lm(idle_pass(device))
+            continue
         places, windowed, firsts = zip(*(pieces[i] for i in group), strict=True)
         losses = negative_log_likelihood(lm, windowed, firsts)
         parts = losses.cpu().split([len(row) - first for row, first in zip(windowed, firsts, strict=True)])

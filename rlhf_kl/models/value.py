@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.ops.packing import Packed
 from rlhf_kl.seeding import generator
+from rlhf_kl.sharding import local
 
 WIDTH = 128  # of a FeatureCritic
 
@@ -71,7 +72,7 @@ class SeparateValue(nn.Module):
         super().__init__()
         self.trunk, self.head = trunk, head
 
-    def forward(self, rows: Packed, hidden: Tensor) -> Tensor:
+    def forward(self, rows: Packed, hidden: Tensor | None = None) -> Tensor:
         """Values (N,) float32 at the states of `rows`; the policy's hidden states are not used."""
         del hidden
         return _linear(self.head, self.trunk.hidden(rows))
@@ -160,5 +161,5 @@ def freezing(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 def shared_trainable(trained: nn.Module, reference: nn.Module) -> list[str]:
     """Names of trainable tensors whose memory the reference uses as well."""
-    frozen = {parameter.data_ptr() for parameter in reference.parameters()}
-    return [name for name, p in trained.named_parameters() if p.requires_grad and p.data_ptr() in frozen]
+    frozen = {local(parameter).data_ptr() for parameter in reference.parameters()}
+    return [name for name, p in trained.named_parameters() if p.requires_grad and local(p).data_ptr() in frozen]

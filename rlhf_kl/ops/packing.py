@@ -237,6 +237,12 @@ def text_layout(rows: Sequence[Sequence[int]], starts: Sequence[int], device: to
     return Layout(ids.to(device), prompt, torch.tensor(starts), lengths - torch.tensor(starts))
 
 
+def idle_pass(device: torch.device) -> Packed:
+    """A pass over one token that reads no state: for a process that only has to take part."""
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
+    return Packed(nothing.new_zeros(1, 1), nothing, nothing, nothing)
+
+
 def pack_last(rows: Sequence[Sequence[int]], device: torch.device) -> Packed:
     """Texts as one pass that reads the state of each one's last token."""
     lengths = torch.tensor([len(row) for row in rows])

@@ -44,10 +44,11 @@ def check_start(
     *,
     reference_is_initial_policy: bool,
     float32: bool,
+    engine: bool = False,
 ) -> list[str]:
     """All checks on one batch sampled from the starting policy; returns their results in words, in order.
 
-    Errors: GuardStop with the first check that fails.
+    `engine`: one has drawn it, which computes otherwise than a pass. Errors: GuardStop with the first check that fails.
     """
     shared = shared_trainable(policy, reference)
     if shared:
@@ -58,13 +59,21 @@ def check_start(
     if reference_is_initial_policy and largest > (KL_LIMIT if float32 else KL_LIMIT_BF16):
         raise GuardStop(f"step 0: the reference is the starting policy, yet their exact KL is {largest:.3g} nats")
     gap = padding_gap(sampled, stats.logprobs)
+    at_start = f"largest KL of a token at the start {largest:.1g} nats"
+    if engine:
+        if gap > LOG_RATIO_LIMIT_BF16:
+            raise GuardStop(
+                f"step 0: log-probs of the engine and of the policy differ by up to {gap:.3g}: it computes another "
+                "model than the policy"
+            )
+        return [at_start, f"log-probs of engine and policy within {gap:.1g}"]
     if gap > (LOG_RATIO_LIMIT if float32 else LOG_RATIO_LIMIT_BF16):
         raise GuardStop(
             f"step 0: log-probs with and without padding differ by up to {gap:.3g}: "
             "the model does not use attention_mask and position_ids correctly"
         )
     return [
-        f"largest KL of a token at the start {largest:.1g} nats",
+        at_start,
         f"padded against unpadded log-probs within {gap:.1g} ({'float32' if float32 else 'bfloat16'})",
     ]
 

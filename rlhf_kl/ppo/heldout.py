@@ -9,13 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from itertools import accumulate, pairwise
 from statistics import fmean, pvariance
 from typing import Any
 
 import torch
-from torch import nn
 
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import EvalScores, Event, ScorerFailed
@@ -27,7 +25,7 @@ from rlhf_kl.ppo import rollout
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.seeding import library_state_kept, uniforms
-from rlhf_kl.sharding import unsharded
+from rlhf_kl.sharding import layer_by_layer
 from rlhf_kl.types import REWARD, Prompts, Responses, Sampled, Sampling
 
 SHOWN = 2  # held-out prompts whose responses people read
@@ -98,15 +96,15 @@ class HeldOut:
         batch: int = 1,
         several: bool = False,
         ranks: Ranks | None = None,
-        sharded: Sequence[nn.Module] = (),
+        engine: rollout.Engine | None = None,
     ) -> None:
         """`several`: to the first prompts, as `asked`; the figures are of the first response to each prompt.
 
-        `batch`: responses of all ranks that are drawn together, or more where they are short. `sharded`: models that
-        are sampled from or score.
+        `batch`: responses of all ranks that are drawn together, or more where they are short. `engine`: draws them, in
+        place of the models.
         """
         self.policy, self.reference, self.tokenizer, self.sampling = policy, reference, tokenizer, sampling
-        self.texts, self.scorers, self.sharded, self.ranks = texts, scorers, sharded, ranks or Ranks()
+        self.texts, self.scorers, self.engine, self.ranks = texts, scorers, engine, ranks or Ranks()
         self.prompts, firsts = asked(prompts) if several else (prompts, list(range(len(prompts))))
         self.firsts = firsts  # where the figures' responses are: their noise depends on no others
         size = rollout.rows_at_once(batch // self.ranks.count, prompts, sampling) if len(prompts) else batch
@@ -114,17 +112,25 @@ class HeldOut:
         noise = torch.empty(len(self.prompts), sampling.max_new_tokens, dtype=torch.float64)
         for places, name in ((firsts, purpose), (others, f"{purpose}/typical")):
             noise[places] = uniforms(len(places), sampling.max_new_tokens, seed, name)
-        mine = self.ranks.mine(range(len(self.prompts)))
+        mine = list(self.ranks.mine(range(len(self.prompts))))
+        self.share = len(mine)  # of this process
+        # All read sharded models equally often: where a process has a prompt less, it answers one more, for nothing.
+        mine += [0] * (-(-len(self.prompts) // self.ranks.count) - len(mine))
         batches = [mine[start : start + size] for start in range(0, len(mine), size)]
-        self.batches = [(self.prompts.pick(rows), noise[rows.start : rows.stop]) for rows in batches]  # of this process
+        self.batches = [(self.prompts.pick(rows), noise[rows]) for rows in batches]  # of this process
         self.kept: Drawn = []  # the reference's responses, which are the same every time
 
-    # ---- the three steps, of this process's part of the prompts
+    # ---- the three steps, of this process's part of the prompts; all processes take them together
 
     def draw(self, model: LM) -> Drawn:
         """One response of a model to each prompt, in batches."""
-        drawn = (rollout.sample(model, *each, self.sampling, self.tokenizer) for each in self.batches)
-        return [(responses, sampled._replace(states=None)) for responses, sampled in drawn]  # large, and not read
+
+        def drawn() -> Drawn:
+            every = (rollout.sample(sampler, *each, self.sampling, self.tokenizer) for each in self.batches)
+            return [(responses, sampled._replace(states=None)) for responses, sampled in every]  # large, and not read
+
+        with rollout.sampler_of(model, self.engine, self.ranks) as sampler:
+            return self.ranks.run(drawn)
 
     def measure(self, drawn: Drawn, model: LM, other: LM | None, advance: Callable[[int], None]) -> Samples:
         """Responses of a model, with its exact KL to the other one.
@@ -151,11 +157,16 @@ class HeldOut:
 
     def score(self, samples: Samples, drawn: Drawn) -> None:
         """Score the responses. Errors: InputError from a reward; that of another scorer is in `samples.failures`."""
-        for responses, _ in drawn:
-            found = self.scorers.judge(responses, samples.failures)
-            samples.scores += found.pop(REWARD, [])
-            for name, scores in found.items():
-                samples.watched.setdefault(name, []).extend(scores)
+        read = self.scorers.together([responses for responses, _ in drawn])
+
+        def score() -> None:
+            for responses in read:
+                found = self.scorers.judge(responses, samples.failures)
+                samples.scores += found.pop(REWARD, [])
+                for name, scores in found.items():
+                    samples.watched.setdefault(name, []).extend(scores)
+
+        self.ranks.run(score, scores=True)
 
     # ---- of all processes
 
@@ -167,9 +178,9 @@ class HeldOut:
         `same`: the policy is still the reference, so its samples are those of both. The reference's are drawn once,
         and scored only then. `advance(n)` is called after every n responses. Errors: InputError from a reward.
         """
-        with unsharded(*self.sharded), library_state_kept(), self.scorers.kept():
-            parts = self.ranks.each(partial(self._own_part, same, advance), scores=True)
-        own, other = map(Samples.joined, zip(*parts, strict=True))
+        with library_state_kept(), self.scorers.kept():
+            mine = [samples.pick(range(self.share)) for samples in self._own_part(same, advance)]
+        own, other = map(Samples.joined, zip(*self.ranks.all(mine), strict=True))
         return own, other
 
     def _own_part(self, same: bool, advance: Callable[[int], None]) -> tuple[Samples, Samples]:
@@ -190,9 +201,9 @@ class HeldOut:
     ) -> dict[str, Any]:
         """Figures of a model on the texts, by the keys of `Perplexity`, with standard errors over the documents."""
         tokenizer = tokenizer or self.tokenizer
-        with unsharded(*self.sharded), library_state_kept():
-            sums = self.ranks.each(lambda: text_sums(model, tokenizer, self.ranks.mine(self.texts), advance=advance))
-        return text_figures(sums)
+        with library_state_kept(), layer_by_layer(model):
+            sums = text_sums(model, tokenizer, self.ranks.mine(self.texts), advance=advance)
+        return text_figures(self.ranks.all(sums))
 
 
 # ---- figures

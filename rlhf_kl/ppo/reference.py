@@ -25,9 +25,8 @@ from rlhf_kl.control.tilt import (
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import InputError
 from rlhf_kl.events import Event, ScoresClipped
-from rlhf_kl.models.lm import LM
 from rlhf_kl.ops.masked import float64
-from rlhf_kl.ppo.rollout import sample
+from rlhf_kl.ppo.rollout import Sampler, sample
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import shuffled, uniforms
@@ -253,7 +252,7 @@ def sample_rounds(groups: Sequence[int]) -> list[list[int]]:
 
 
 def reference_responses(
-    reference: LM,
+    sampler: Sampler,
     prompts: PromptStream,
     groups: Sequence[int],
     sampling: Sampling,
@@ -265,14 +264,14 @@ def reference_responses(
 ) -> Iterator[tuple[Responses, Sampled]]:
     """One response of the reference to the prompt of each of these `samples` (default: all) of plan `number`.
 
-    `size`: of a batch.
+    `sampler`: of the reference. `size`: of a batch.
     """
     samples = range(len(groups)) if samples is None else samples
     size = size or prompts.batch_size
     noise = uniforms(len(groups), sampling.max_new_tokens, seed, "reference samples", *[number] * bool(number))
     for start in range(0, len(samples), size):
         rows = list(samples[start : start + size])
-        yield sample(reference, prompts.table.pick([groups[i] for i in rows]), noise[rows], sampling, tokenizer)
+        yield sample(sampler, prompts.table.pick([groups[i] for i in rows]), noise[rows], sampling, tokenizer)
 
 
 def score_samples(

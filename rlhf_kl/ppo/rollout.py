@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_kl.clock import Clock
 from rlhf_kl.data.prompts import PromptStream
@@ -23,15 +25,39 @@ from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.states import PASS_ROWS, PASS_TOKENS, ReferenceStates, StateFeatures
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import unsharded
+from rlhf_kl.sharding import layer_by_layer, unsharded
 from rlhf_kl.types import REWARD, Prompts, Responses, RolloutBatch, Sampled, Sampling, Score
 
 
 class Sampler(Protocol):
-    """A policy, or an engine that has its weights."""
+    """A model, or an engine that has its weights."""
 
     def sample(self, prompts: Sequence[Sequence[int]], noise: Tensor, sampling: Sampling) -> Sampled:
         """See `LM.sample`."""
+
+
+class Engine(Sampler, Protocol):
+    """Draws responses in place of a model."""
+
+    def fits(self, model: LM) -> bool:
+        """Whether it can have the weights of a model."""
+
+    def load(self, model: LM) -> None:
+        """Take over the weights of a model as they are now; all processes call together. Errors: ServiceFailed."""
+
+
+@contextmanager
+def sampler_of(model: LM, engine: Engine | None, ranks: Ranks) -> Iterator[Sampler]:
+    """What draws the responses of a model: the engine with its weights, or the model itself, whole in each process.
+
+    All processes enter together. Errors: ServiceFailed, on all of them, for an engine that fails.
+    """
+    if engine is not None and engine.fits(model):
+        ranks.run(partial(engine.load, model))
+        yield engine
+        return
+    with unsharded(model):
+        yield model
 
 
 def sample(
@@ -60,8 +86,8 @@ class RolloutParts:
     scorers: Score
     prompts: PromptStream
     sampling: Sampling
-    engine: Sampler | None = None  # draws the responses, in place of the policy itself
-    sharded: list[nn.Module] = field(default_factory=list)  # models that sampling and scoring need whole
+    together: Callable[[Sequence[Responses]], list[Responses]] = list  # as `Scorers.together`
+    engine: Engine | None = None  # draws the responses, in place of the policy itself
 
 
 class Rollouts:
@@ -88,9 +114,9 @@ class Rollouts:
     def __call__(self, step: int) -> RolloutBatch:
         """The rollout of update `step` (from 1). Errors: InputError from a reward function."""
         ranks, timed = self.ranks, self.clock.timed
-        with memory_for("a rollout does not fit", SMALLER_ROLLOUT), unsharded(*self.parts.sharded):
-            sampled = ranks.run(lambda: timed("time/rollout_s")(self.sample)(step))
-            part = ranks.run(lambda: timed("time/score_s")(self.assess)(*sampled), scores=True)
+        with memory_for("a rollout does not fit", SMALLER_ROLLOUT):
+            sampled = timed("time/rollout_s")(self.sample)(step)
+            part = timed("time/score_s")(self.assess)(*sampled)
         # From here on there is one batch, the same in every process.
         rollout = RolloutBatch.concat(ranks.all(part.cpu()))
         return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
@@ -98,11 +124,14 @@ class Rollouts:
     def sample(self, step: int) -> tuple[Responses, Sampled]:
         """This rank's responses of update `step`."""
         rows = self.ranks.mine(range(self.parts.prompts.batch_size))
-        return sample_rollout(self.parts, self.model.policy, step, rows)
+        with sampler_of(self.model.policy, self.parts.engine, self.ranks) as sampler:
+            return self.ranks.run(lambda: sample_rollout(self.parts, sampler, step, rows))
 
     def assess(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
-        """Score these responses, and compare policy and reference at their tokens."""
-        return self.with_scores(self.compare(responses, sampled), self.parts.scorers(responses))
+        """Score this rank's responses, then compare policy and reference at their tokens."""
+        (read,) = self.parts.together([responses])
+        scores = self.ranks.run(lambda: self.parts.scorers(read), scores=True)
+        return self.with_scores(self.compare(responses, sampled), scores)  # where the reward's states are read again
 
     def with_scores(self, batch: RolloutBatch, scores: dict[str, Tensor]) -> RolloutBatch:
         """A batch with these raw scores, shaped for PPO."""
@@ -138,13 +167,13 @@ class Rollouts:
 
 
 def sample_rollout(
-    parts: RolloutParts, policy: LM, step: int, rows: range, prompts: Prompts | None = None
+    parts: RolloutParts, sampler: Sampler, step: int, rows: range, prompts: Prompts | None = None
 ) -> tuple[Responses, Sampled]:
     """The responses of these rows of update `step`, to the prompts of its batch or to those that are given."""
     stream, limit = parts.prompts, parts.sampling.max_new_tokens
     noise = uniforms(stream.batch_size, limit, stream.seed, "rollout", step)[rows.start : rows.stop]
     batch = stream.batch(step, rows.start, len(rows)) if prompts is None else prompts
-    return sample(parts.engine or policy, batch, noise, parts.sampling, parts.tokenizer)
+    return sample(sampler, batch, noise, parts.sampling, parts.tokenizer)
 
 
 def unusable(rollout: RolloutBatch) -> UpdateSkipped | None:
@@ -192,15 +221,17 @@ def measure(
     chosen = layout.response_ids
     stats = TokenStats(*torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device).unbind())
     values = torch.zeros(chosen.shape, device=chosen.device)
-    for rows in reference.passes(layout):
-        hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
-        ids = chosen.flatten()[rows.places]
-        ref = reference.at(rows.numbers)
-        read = token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)
-        for kept, column in zip(stats, read, strict=True):
-            kept.view(-1)[rows.places] = column
-        if model.value is not None:
-            values.view(-1)[rows.places] = model.value(rows, hidden)
+    readers = [model.policy, *([] if model.value is None else [model.value])]
+    with layer_by_layer(*readers):
+        for rows in reference.passes(layout, None, *readers):
+            hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
+            ids = chosen.flatten()[rows.places]
+            ref = reference.at(rows.numbers)
+            read = token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)
+            for kept, column in zip(stats, read, strict=True):
+                kept.view(-1)[rows.places] = column
+            if model.value is not None:
+                values.view(-1)[rows.places] = model.value(rows, hidden)
     if features is not None:
         features.read(layout, reference)
         mask = torch.arange(chosen.shape[1]) < layout.responses.unsqueeze(1)
@@ -219,9 +250,10 @@ def exact_kl_now(
     """Exact KL (B, T) of the current policy at the states of an earlier rollout, or of the rows `mine`, elsewhere 0."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.device)
     ids = rollout.response_ids.flatten().to(rollout.device)
-    for rows in reference.passes(rollout.layout, mine):
-        ref = reference.at(rows.numbers)
-        chosen = ids[rows.places]
-        _, found = token_kl(policy(rows), policy.head(), chosen, ref, reference.head(), temperature)
-        kl.view(-1)[rows.places] = found
+    with layer_by_layer(policy):
+        for rows in reference.passes(rollout.layout, mine, policy):
+            ref = reference.at(rows.numbers)
+            chosen = ids[rows.places]
+            _, found = token_kl(policy(rows), policy.head(), chosen, ref, reference.head(), temperature)
+            kl.view(-1)[rows.places] = found
     return kl

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from rlhf_kl.models.lm import LM, Trunk
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.head import Head
-from rlhf_kl.ops.packing import Layout, Packed
+from rlhf_kl.ops.packing import Layout, Packed, idle_pass
+from rlhf_kl.sharding import equally_many, has_shards, layer_by_layer
 
 PASS_ROWS = 64  # in one pass without gradients
 PASS_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
@@ -31,24 +32,27 @@ class ReferenceStates:
         self.hidden = torch.empty(0)  # (tokens, H)
         self.kept = self.hidden  # (tokens, H), or logits (tokens, V)
 
-    def passes(self, layout: Layout, rows: Sequence[int] | None = None) -> Iterator[Packed]:
-        """Rows of a batch (default: all) in passes without gradients."""
+    def passes(self, layout: Layout, rows: Sequence[int] | None, *models: nn.Module) -> Iterator[Packed]:
+        """Rows of a batch (None: all) in passes without gradients through these models, inside of `layer_by_layer`."""
         tokens = PASS_TOKENS.get(layout.device.type, PASS_TOKENS["cpu"])
-        chosen = range(len(layout.lengths)) if rows is None else rows
-        return layout.passes(chosen, most_rows=PASS_ROWS, most_tokens=tokens, share=self.share)
+        chosen, shards = range(len(layout.lengths)) if rows is None else rows, has_shards(*models)
+        share = self.share and not shards  # a pass that shares prompts calls the layers more than once
+        passes = layout.passes(chosen, most_rows=PASS_ROWS, most_tokens=tokens, share=share)
+        return equally_many(list(passes), idle_pass(layout.device), layout.device) if shards else passes
 
     @torch.no_grad()
     def read(self, layout: Layout) -> None:
         """Start a new rollout; drops the last one."""
         self.hidden = self.kept = torch.empty(0)
-        for rows in self.passes(layout):
-            hidden = self.lm.hidden(rows)
-            if not len(self.hidden):
-                self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
-            self.hidden[rows.numbers] = hidden
-        head = self.lm.head()
-        fits = len(self.hidden) <= head.chunk(self.hidden.device)
-        self.kept = head.logits(self.hidden) if fits else self.hidden
+        with layer_by_layer(self.lm):
+            for rows in self.passes(layout, None, self.lm):
+                hidden = self.lm.hidden(rows)
+                if not len(self.hidden):
+                    self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
+                self.hidden[rows.numbers] = hidden
+            head = self.lm.head()
+            fits = len(self.hidden) <= head.chunk(self.hidden.device)
+            self.kept = head.logits(self.hidden) if fits else self.hidden
 
     def at(self, numbers: Tensor) -> Tensor:
         """What `head` makes logits of, for response tokens of the rollout by number (n,): (n, H) or (n, V)."""
@@ -93,8 +97,9 @@ class StateFeatures:
         parts = [_scaled(reference.hidden)]
         for reward in self.rewards:
             states = torch.zeros(layout.tokens, reward.hidden_size, device=layout.device)
-            for rows in reference.passes(layout, _recall(layout, reward, states)):
-                states[rows.numbers] = _scaled(reward.trunk.hidden(rows))
+            with layer_by_layer(reward.trunk):
+                for rows in reference.passes(layout, _recall(layout, reward, states), reward.trunk):
+                    states[rows.numbers] = _scaled(reward.trunk.hidden(rows))
             parts.append(states)
         self.kept = torch.cat(parts, 1)
 

@@ -28,7 +28,7 @@ from rlhf_kl.ppo.rollout import Rollouts, exact_kl_now, unusable
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.states import StateFeatures
 from rlhf_kl.seeding import uniforms
-from rlhf_kl.sharding import is_sharded, local, sum_gradients, unsharded
+from rlhf_kl.sharding import is_sharded, local, sum_gradients
 from rlhf_kl.types import RolloutBatch
 
 WHOLE = 4  # times the size of the whole gradients must be free to keep them between microbatches
@@ -238,8 +238,7 @@ class PPOTrainer:
         half = [row for row in range(len(rollout)) if row // rollout.group % 2 == 0]
         rows = range(len(rollout)) if whole or len(half) < ENOUGH else half
         read = [row for row in rows if row in mine]
-        with unsharded(self.model.policy):
-            kl = exact_kl_now(self.model.policy, self.reference, rollout, self.settings.temperature, read)
+        kl = exact_kl_now(self.model.policy, self.reference, rollout, self.settings.temperature, read)
         before = rollout.kl(unit)
         change = rollout.mean(self.ranks.sum(kl) - rollout.exact_kl, unit, rows)
         after = before.mean + change.mean  # can be below 0, by its error

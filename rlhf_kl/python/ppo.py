@@ -23,7 +23,7 @@ from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.monitors import Monitors
 from rlhf_kl.plugins import GIVEN
 from rlhf_kl.ppo.reference import ReferenceSamples, score_samples
-from rlhf_kl.ppo.rollout import Rollouts, sample_rollout
+from rlhf_kl.ppo.rollout import Rollouts, sample_rollout, sampler_of
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.python.configured import ConfigLike, Reward, given_in_python, listed, python_config
 from rlhf_kl.training import sets
@@ -31,7 +31,7 @@ from rlhf_kl.training.card import model_card
 from rlhf_kl.training.device import run_device
 from rlhf_kl.training.final import write_final
 from rlhf_kl.training.resolved import decided_chat, resolve, with_chat
-from rlhf_kl.training.setup import build_setup, streams, usable_prompts
+from rlhf_kl.training.setup import build_setup, start_engine, streams, usable_prompts
 from rlhf_kl.training.start import Training, check_sizes, configured_shaping, prepare_training
 from rlhf_kl.training.updates import update_policy
 from rlhf_kl.types import REWARD, Prompts, Responses, RolloutBatch, Sampled
@@ -83,6 +83,7 @@ class PPO:
         resolved = resolve(settings, given)
         self.setup = build_setup(resolved, run_device(settings.run))
         self.config = resolved.stored
+        start_engine(self.config, self.setup)
         self.training: Training | None = None
         self.metrics: list[dict[str, Any]] = []  # the row of each update
         self.updates = 0  # that were made
@@ -116,7 +117,8 @@ class PPO:
         rows = range(setup.prompts.batch_size)
         clock = self.training.clock if self.training else Clock()
         with clock.timed("time/rollout_s"), torch.no_grad():
-            responses, sampled = sample_rollout(setup, setup.policy, step, rows, batch)
+            with sampler_of(setup.policy, setup.engine, Ranks()) as sampler:
+                responses, sampled = sample_rollout(setup, sampler, step, rows, batch)
             made = self._rollouts.compare(responses, sampled).cpu()
         self._made = responses, sampled, made
         return made

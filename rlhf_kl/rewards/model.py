@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from rlhf_kl.models.lm import Trunk
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
 from rlhf_kl.models.tokens import encode_all, pad
-from rlhf_kl.ops.packing import Layout, group_lengths, pack_last, pass_overhead, same_tokens, text_layout
+from rlhf_kl.ops.packing import Layout, group_lengths, idle_pass, pack_last, pass_overhead, same_tokens, text_layout
+from rlhf_kl.sharding import equally_many, has_shards
 from rlhf_kl.types import Prompt, Responses
 from rlhf_kl.ui import log
 
@@ -29,6 +30,7 @@ SAME_SCORE = 1e-3  # largest difference to the classifier's own forward pass, ov
 
 INDEPENDENT = ("multi_label_classification", "regression")  # a problem_type that makes each output a score of its own
 Rows = list[list[int]]
+T = TypeVar("T")
 
 FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
 FORMAT_FILE = "rlhf_kl_format.json"  # beside an adapter, which has no config.json
@@ -155,10 +157,19 @@ class RewardModel:
         """Scores (B,) of an encoder; `types`: of the tokens."""
         scores, overhead = torch.zeros(len(rows)), pass_overhead(self.trunk.device)
         lengths = [len(row) for row in rows]
-        for group in group_lengths(lengths, most_rows=most_rows, most_tokens=SCORING_TOKENS, overhead=overhead):
+        groups = group_lengths(lengths, most_rows=most_rows, most_tokens=SCORING_TOKENS, overhead=overhead)
+        for group in self._with_others(groups, []):
+            if not group:
+                self.trunk.hidden(idle_pass(self.trunk.device))
+                continue
             kinds = None if types is None else [types[i] for i in group]
             scores[group] = self.forward([rows[i] for i in group], kinds).cpu()
         return scores
+
+    def _with_others(self, passes: Sequence[T], idle: T) -> Iterable[T]:
+        """As many passes as the process that makes the most, where the weights are sharded."""
+        device = self.trunk.device
+        return equally_many(passes, idle, device) if has_shards(self.model) else passes
 
     def _starts(self, prompts: Sequence[Prompt], rows: Sequence[Sequence[int]]) -> list[int]:
         """How many tokens of each text are those of its prompt alone; at least 1."""
@@ -174,8 +185,9 @@ class RewardModel:
         last = torch.zeros(layout.tokens, dtype=torch.bool, device=layout.device)
         last[layout.responses.cumsum(0) - 1] = True
         ends = states = torch.empty(0)
-        share = self.trunk.shares_prompts
-        for packed in layout.passes(range(len(rows)), most_rows=most_rows, most_tokens=SCORING_TOKENS, share=share):
+        share = self.trunk.shares_prompts and not has_shards(self.model)  # which calls the layers more than once
+        passes = layout.passes(range(len(rows)), most_rows=most_rows, most_tokens=SCORING_TOKENS, share=share)
+        for packed in self._with_others(list(passes), idle_pass(layout.device)):
             hidden = self.trunk.hidden(packed)
             if not len(ends):
                 ends = hidden.new_empty(len(rows), hidden.shape[1])

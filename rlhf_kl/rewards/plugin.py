@@ -181,7 +181,7 @@ class TRLReward(PluginReward):
     def _call(self, responses: Responses) -> Callable[[], Any]:
         from transformers import TrainerState
 
-        prompts, texts, ids, _ = responses
+        prompts, texts, ids = responses.prompts, responses.texts, responses.ids
         hidden = self._home.hidden
         asked = [[_message(*turn) for turn in turns] for turns in prompts.messages]
         arguments = {
@@ -225,12 +225,15 @@ class RemoteReward(PluginReward):
         return {name: [row.get(name) for row in prompts.rows] for name in names}
 
     def _call(self, responses: Responses) -> Callable[[], Any]:
-        prompts, texts, ids, tokenizer = responses
+        prompts, texts, ids = responses.prompts, responses.texts, responses.ids
         if self._object.form is None:
             own = {"prompts": prompts.texts, "responses": texts}
         else:  # all tokens, special ones too: there reward models read a text as it is
             rows = [[*asked, *answered] for asked, answered in zip(prompts.ids, ids, strict=True)]
-            own = {"query": tokenizer.batch_decode(rows, **AS_WRITTEN), "prompts": prompts.rendered or prompts.texts}
+            own = {
+                "query": responses.tokenizer.batch_decode(rows, **AS_WRITTEN),
+                "prompts": prompts.rendered or prompts.texts,
+            }
         return partial(self._object, self.columns_of(prompts) | own, texts)
 
 

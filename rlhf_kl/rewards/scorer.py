@@ -20,6 +20,7 @@ from rlhf_kl.errors import InputError, ServiceFailed, blame
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.plugin import PluginReward
 from rlhf_kl.rewards.shaping import scale_of
+from rlhf_kl.sharding import has_shards, layer_by_layer
 from rlhf_kl.types import RAW, REWARD, TERM, WATCHED, Prompts, Responses
 from rlhf_kl.ui import log
 
@@ -45,6 +46,10 @@ class Scorer:
     def never_trains(self) -> bool:
         return self.name.startswith(WATCHED)
 
+    def scores(self, responses: Responses) -> Tensor:
+        """Raw scores (B,): those that are known, else by a call."""
+        return responses.known[self.name] if self.name in responses.known else self.call(responses)
+
 
 class Scorers:
     """All scorers of a run."""
@@ -65,7 +70,7 @@ class Scorers:
                 continue
             try:
                 with blame(scorer.key):
-                    values[scorer.name] = scorer.call(responses)
+                    values[scorer.name] = scorer.scores(responses)
             except (InputError, ServiceFailed) as error:
                 if scorer.weight:
                     raise
@@ -86,13 +91,29 @@ class Scorers:
             values[name] = [math.nan] * len(responses.texts)
             if name not in failures:
                 try:
-                    scores = scorer.call(responses)
+                    scores = scorer.scores(responses)
                     if bool(scores.isinf().any()):
                         raise InputError("a score is not a finite number")
                     values[name] = scores.tolist()
                 except (InputError, ServiceFailed) as error:
                     failures[name] = str(error)
         return values
+
+    def together(self, batches: Sequence[Responses]) -> list[Responses]:
+        """Responses with their scores by the reward models whose weights are sharded.
+
+        All processes call it together, not inside of `Ranks.run`: they gather the layers of these models in turn.
+        Errors: InputError from a model.
+        """
+        found = list(batches)
+        for name, model in self.models.items():
+            if has_shards(model.model):
+                texts = [text for each in found for text in each.texts]
+                with layer_by_layer(model.model):
+                    scores = model.score([asked for each in found for asked in each.prompts.asked], texts)
+                own = scores.split([len(each.texts) for each in found])
+                found = [each._replace(known={**each.known, name: x}) for each, x in zip(found, own, strict=True)]
+        return found
 
     # ---- the terms of a sum
 

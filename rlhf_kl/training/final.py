@@ -18,7 +18,7 @@ from rlhf_kl.monitors.facts import is_update
 from rlhf_kl.rewards.model import save_reward_model
 from rlhf_kl.run.folder import RunFolder, write_folder
 from rlhf_kl.run.log import read_jsonl
-from rlhf_kl.sharding import tensors_of
+from rlhf_kl.sharding import has_shards, tensors_of
 from rlhf_kl.training.card import model_card
 from rlhf_kl.training.load import Loader
 from rlhf_kl.training.setup import Setup
@@ -36,7 +36,7 @@ def write_final(folder: Path, model: ActorCritic, setup: Setup, card: str, *, ke
 
     parts = model.modules
     policy: Any = parts.pop("policy")
-    tensors, value = whole(policy) if setup.sharded else None, whole(parts)
+    tensors, value = whole(policy) if has_shards(policy) else None, whole(parts)
 
     def write(place: Path) -> None:
         save_model(policy, setup.tokenizer, place, tensors)

@@ -32,7 +32,7 @@ from rlhf_kl.training.evaluation import evaluate_policy
 from rlhf_kl.training.final import write_final
 from rlhf_kl.training.resolved import resolve
 from rlhf_kl.training.samples import sample_rows
-from rlhf_kl.training.setup import Setup, build_setup
+from rlhf_kl.training.setup import Setup, build_setup, start_engine
 from rlhf_kl.training.shards import shard_models
 from rlhf_kl.training.start import Training, check_sizes, held_out, prepare_training
 from rlhf_kl.training.updates import update_policy
@@ -52,6 +52,7 @@ def run_train(config: TrainConfig, run: Run, given: Given = NOTHING) -> dict[str
     config = resolved.stored
     run.check(config, device, setup.fingerprints)
     shard_models(config, setup, device)
+    start_engine(config, setup)
     training = prepare_training(config, setup, run.ranks, run.saved("start"))
     trainer = training.trainer
     model = checkpointed(trainer.model.modules)

@@ -55,7 +55,6 @@ class Setup(RolloutParts):
     heldout: PromptStream
     texts: list[str]
     sampling: Sampling
-    engine: VLLM | None = None  # of the rollouts, in place of the policy itself
     trunk: Trunk | None = None  # of a separate value function
     fingerprints: dict[str, str] = field(default_factory=dict)  # of what a resumed run needs unchanged, by config key
 
@@ -85,11 +84,11 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
         reference=reference,
         reference_is_initial_policy=is_initial_policy,
         scorers=scorers,
+        together=scorers.trained.together,
         prompts=prompts,
         heldout=heldout,
         texts=resolved.texts,
         sampling=sampling,
-        engine=build_engine(config, policy, prompts.longest + sampling.max_new_tokens),
     )
     setup.trunk = value_trunk(setup) if config.critic == "separate" else None
     setup.fingerprints = fingerprints(setup)
@@ -126,9 +125,14 @@ def prompt_room(config: TrainConfig, policy: Any) -> int | None:
     return None if context is None else context - new
 
 
-def build_engine(config: TrainConfig, policy: LM, longest: int) -> VLLM | None:
-    """What draws the responses in place of the policy, if anything; `longest`: tokens of prompt and response."""
-    return None if config.rollout.engine is None else VLLM(policy, longest, config.rollout.engine_options)
+def start_engine(config: TrainConfig, setup: Setup) -> None:
+    """Start what draws the responses in place of the models, if the config names something; all processes together.
+
+    Errors: InputError for options that it refuses.
+    """
+    if config.rollout.engine is not None:
+        longest = setup.prompts.longest + setup.sampling.max_new_tokens
+        setup.engine = VLLM(setup.policy, longest, config.rollout.engine_options)
 
 
 def store_models(config: TrainConfig, setup: Setup, dtype: torch.dtype) -> None:

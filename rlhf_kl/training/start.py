@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rlhf_kl import ui
@@ -30,13 +29,13 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample
+from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample, sampler_of
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
 from rlhf_kl.rewards.terms import term_figures
 from rlhf_kl.seeding import library_state_kept, uniforms
-from rlhf_kl.sharding import OLDEST_TORCH, can_shard, unsharded
+from rlhf_kl.sharding import OLDEST_TORCH, can_shard
 from rlhf_kl.shell import shell_command
 from rlhf_kl.training.device import LAUNCH
 from rlhf_kl.training.setup import Setup
@@ -80,10 +79,9 @@ def prepare_training(
     """
     ranks = ranks or Ranks()
     if saved is None:
-        with unsharded(*setup.sharded):
-            ranks.run(lambda: check_policy(config, setup))
-            if samples is None:
-                samples = score_reference(config, setup, ranks)
+        check_policy(config, setup, ranks)
+        if samples is None:
+            samples = score_reference(config, setup, ranks)
         scores, shaping = samples.shaped(configured_shaping(config), normalize=bool(config.reward.normalize))
         scores = replace(scores, terms=term_figures(samples.terms, setup.scorers.add_up(samples.terms)))
         coef, note, _ = starting_coef(config, scores)
@@ -108,7 +106,7 @@ def prepare_training(
 
 def held_out(config: TrainConfig, setup: Setup, ranks: Ranks, *, more: bool = False) -> HeldOut:
     """What the evaluations of a run measure; `more`: the further prompts that are scored at its end."""
-    stream, watched = setup.heldout, setup.scorers.watched.models.values()
+    stream = setup.heldout
     return HeldOut(
         setup.policy,
         None if more else setup.reference,
@@ -122,15 +120,13 @@ def held_out(config: TrainConfig, setup: Setup, ranks: Ranks, *, more: bool = Fa
         batch=config.rollout.batch_size,
         several=not more,
         ranks=ranks,
-        sharded=[*setup.sharded, *(reward.model for reward in watched)],
+        engine=setup.engine,
     )
 
 
 def check_sizes(config: TrainConfig, processes: int) -> None:
     """Errors: InputError if the config's sizes, totals over all processes, cannot be divided among them."""
     rollout = config.rollout
-    if rollout.engine is not None and processes > 1:
-        raise InputError(f"rollout.engine: {rollout.engine} works in one process; null samples on all of them")
     if config.reference_samples < processes:
         raise InputError(f"rollout.reference_samples: {config.reference_samples} are too few for {processes} processes")
     for section, shard in (("policy", config.policy.shard), ("reference", config.reference.shard)):
@@ -169,7 +165,7 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> Referenc
     Errors: InputError from the reward.
     """
     shaping = configured_shaping(config)
-    ranks.run(lambda: try_reward(config, setup), scores=True)
+    try_reward(config, setup, ranks)
 
     def are_enough(samples: ReferenceSamples) -> bool:
         with contextlib.suppress(InputError):  # which is raised below if more samples do not help
@@ -214,29 +210,35 @@ def sample_references(
     seed = config.run.seed
 
     def sample(groups: list[int], mine: list[int], number: int) -> ReferenceSamples:
-        def batches() -> Iterator[tuple[Responses, Sampled]]:
+        def draw() -> Iterator[tuple[Responses, Sampled]]:
             options = setup.sampling, setup.tokenizer, seed, mine, size, number
-            for responses, sampled in reference_responses(setup.reference, setup.prompts, groups, *options):
-                yield responses, sampled
+            for responses, sampled in reference_responses(sampler, setup.prompts, groups, *options):
+                yield responses, sampled._replace(states=None)
                 advance(len(responses.texts))
 
-        return score_samples(batches(), [groups[i] for i in mine], setup.scorers, shaping)
+        with sampler_of(setup.reference, setup.engine, ranks) as sampler:
+            responses, sampled = zip(*ranks.run(lambda: list(draw())), strict=True)
+        read = setup.together(responses)
+        of_prompts = [groups[i] for i in mine]
+        return ranks.run(
+            lambda: score_samples(zip(read, sampled, strict=True), of_prompts, setup.scorers, shaping), scores=True
+        )
 
     for number in range(PLANS):
         groups = sample_prompts(len(setup.prompts), config.reference_samples, seed, number)
         rounds = sample_rounds(groups)
         for rows in rounds:
-            draw = partial(sample, groups, ranks.mine(rows), number)
-            drawn += ranks.all(ranks.run(draw, scores=True))
+            drawn += ranks.all(sample(groups, ranks.mine(rows), number))
             yield ReferenceSamples.concat(drawn), rows is rounds[-1]
 
 
-def check_policy(config: TrainConfig, setup: Setup) -> None:
-    """The fatal checks, on samples of the starting policy."""
+def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
+    """The fatal checks, on samples of the starting policy; every process makes them on the same samples."""
     prompts = checked_prompts(setup.prompts)
     sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
     noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
-    sampled = setup.policy.sample(prompts, noise, sampling)
+    with sampler_of(setup.policy, setup.engine, ranks) as sampler:
+        sampled = ranks.run(lambda: sampler.sample(prompts, noise, sampling))
     layout = response_layout(prompts, sampled)
     plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
@@ -247,6 +249,7 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
         stats,
         reference_is_initial_policy=setup.reference_is_initial_policy,
         float32=config.run.dtype == "float32",
+        engine=setup.engine is not None,
     )
     log.info("start checked: " + ", ".join(results))
     if not setup.reference_is_initial_policy:
@@ -259,7 +262,7 @@ def check_policy(config: TrainConfig, setup: Setup) -> None:
         log.log(logging.WARNING if far else logging.INFO, words + advice * far)
 
 
-def try_reward(config: TrainConfig, setup: Setup) -> None:
+def try_reward(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
     """Score a few short responses of the starting policy: a reward that fails does so before many are drawn.
 
     It changes no state. Errors: InputError from the reward.
@@ -268,8 +271,10 @@ def try_reward(config: TrainConfig, setup: Setup) -> None:
     sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
     noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "reward tried")
     with library_state_kept(), setup.scorers.kept():
-        responses, _ = sample(setup.policy, prompts, noise, sampling, setup.tokenizer)
-        setup.scorers(responses)
+        with sampler_of(setup.policy, setup.engine, ranks) as sampler:
+            responses, _ = ranks.run(lambda: sample(sampler, prompts, noise, sampling, setup.tokenizer))
+        (read,) = setup.together([responses])
+        ranks.run(lambda: setup.scorers(read), scores=True)
     setup.scorers.begin(1, config.updates)  # clears what it logged
 
 

@@ -20,6 +20,7 @@ from rlhf_kl.models.value import (
     zero_head,
 )
 from rlhf_kl.ops.masked import Mean
+from rlhf_kl.ops.packing import idle_pass
 from rlhf_kl.optim import adamw, usual_learning_rate
 from rlhf_kl.ppo.origin import way_from
 from rlhf_kl.ppo.reference import ReferenceScores
@@ -105,6 +106,5 @@ def build_value(config: TrainConfig, setup: Setup, shaping: ScoreShaping, mean: 
     head = zero_head(hidden_size) if score is None else value_head_from_reward(score, shaping.mean, shaping.std)
     value = SeparateValue(setup.trunk, head)
     if config.policy.shard:
-        shard_trained(value, value.trunk.base, device, policy.dtype)
-        setup.sharded.append(value)
+        shard_trained(value, value.trunk.base, device, policy.dtype, idle_pass(device))
     return ActorCritic(policy, value.to(device))

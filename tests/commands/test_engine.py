@@ -1,17 +1,14 @@
-"""Rollouts by an engine: vLLM's interface with a plain model behind it; vLLM itself in tests/integrations."""
+"""Rollouts by an engine, vLLM's stand-in; vLLM itself in tests/integrations."""
 
 from __future__ import annotations
 
 import re
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.commands.findings import run_doctor
 from rlhf_kl.config.resolve import load_config
@@ -22,56 +19,18 @@ from rlhf_kl.models.lora import add_adapter
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
+from tests import vllm_standin
 from tests.made import Make, move
 from tests.runs import Train, rows
+from tests.vllm_standin import PlainLLM
 
 SAMPLING = Sampling(8, 3.0, [2], 0)  # hot, as the moved policy is sure of its tokens
 
 
-class PlainLLM:
-    """A transformers model with the interface of `vllm.LLM`, with weights of its own."""
-
-    def __init__(self, folder: str, **settings: Any) -> None:
-        if "nonsense" in settings:
-            raise TypeError("unexpected option 'nonsense'\nand more lines")
-        assert settings["hf_overrides"] == {"architectures": ["GPT2LMHeadModel"]}
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-
-    def collective_rpc(self, method: str, kwargs: Any) -> None:
-        assert method == "reload_weights"
-        given, own = dict(kwargs["weights_iterator"]), dict(self.model.named_parameters())
-        assert given.keys() == own.keys()
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(given[name])
-
-    def apply_model(self, function: Any) -> None:
-        function(self.model)
-
-    def reset_prefix_cache(self) -> None:
-        pass
-
-    def generate(self, asked: Any, params: Any, use_tqdm: bool) -> list[Any]:
-        found = []
-        for request, one in zip(asked, params, strict=True):
-            noise = uniforms(1, one.max_tokens, one.seed, "x")
-            assert min(one.stop_token_ids, default=0) >= 0
-            settings = Sampling(one.max_tokens, one.temperature, one.stop_token_ids, 0)
-            drawn = LM(self.model).sample([request["prompt_token_ids"]], noise, settings)
-            each = [
-                {int(i): SimpleNamespace(logprob=float(p))}
-                for i, p in zip(drawn.ids[0], drawn.logprobs[0], strict=True)
-            ]
-            found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=drawn.ids[0].tolist(), logprobs=each)]))
-        return found
-
-
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("vllm")
-    module.__spec__ = ModuleSpec("vllm", None)
-    module.LLM, module.SamplingParams = PlainLLM, SimpleNamespace  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    for name, module in vllm_standin.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -82,9 +41,12 @@ def test_an_engine_samples_from_the_policy_as_it_is_now(new_model: Make, prompts
     engine, asked, noise = VLLM(policy, 20, {}), prompts_of("ab", "c", "dddd").ids, uniforms(3, 8, 0, "x")
     with pytest.raises(InputError, match=r"^rollout\.engine: vllm, .*'non"):
         VLLM(policy, 20, {"nonsense": 1})
+    engine.load(policy)
     before = engine.sample(asked, noise, SAMPLING)
     assert engine.sample(asked, noise, Sampling(8, 3.0, [-1], 0)).mask.all()  # no token ends
     move(policy.model, seed=2)
+    assert torch.equal(engine.sample(asked, noise, SAMPLING).logprobs, before.logprobs)
+    engine.load(policy)
     after, again = (engine.sample(asked, noise, SAMPLING) for _ in range(2))
     assert torch.equal(after.ids, again.ids)
     assert not torch.equal(after.logprobs, before.logprobs)
@@ -107,11 +69,11 @@ def test_a_run_with_an_engine_goes_on_after_its_failure(
     assert summary["steps"] == len(updates) == 6
     assert max(row["rollout/engine_gap_max"] for row in updates) < 1e-4
     assert {row["rollout/engine_cut"] for row in updates} == {0.0}
-    generate, count = PlainLLM.generate, [0]
+    generate, metrics, failed = PlainLLM.generate, tmp_path / "run" / "metrics.jsonl", list[int]()
 
     def failing(self: PlainLLM, *arguments: Any, **options: Any) -> Any:
-        count[0] += 1
-        if count[0] == 4:
+        if not failed and metrics.is_file() and len(rows(tmp_path / "run")) == 3:
+            failed.append(1)
             raise RuntimeError("no blocks are left\nand more lines")
         return generate(self, *arguments, **options)
 
@@ -121,7 +83,8 @@ def test_a_run_with_an_engine_goes_on_after_its_failure(
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].step == 3
     train(tmp_path / "run", "rollout.engine=vllm", resume=True)
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
-    count[0] = 3
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:3]))
+    failed.clear()
     last = run_doctor(load_config("train", tmp_path / "run" / "config.yaml", ["rollout.engine=vllm"]))[-1]
     assert last.level == "fatal"
     assert re.match("rollout.engine: .*no blocks", last.text)
