@@ -100,7 +100,7 @@ $(VLLM_ENV)/.ready: pyproject.toml .ci/constraints.txt
 	@touch $@
 
 test-vllm: $(VLLM_ENV)/.ready  ## rollouts by vLLM, its build for CPUs in an environment of its own (minutes)
-	$(VLLM_ENV)/bin/python -m pytest tests/integrations/test_vllm.py
+	$(VLLM_ENV)/bin/python -m pytest tests/integrations/test_vllm.py -m "slow or not slow"
 
 lint: $(DEV_READY)  ## ruff: style and formatting
 	$(PY) -m ruff check .

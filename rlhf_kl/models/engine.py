@@ -6,6 +6,7 @@ for the same tokens, so the losses weigh each token by their ratio (see `ppo.obj
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import tempfile
@@ -23,7 +24,7 @@ from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import TRAINED, active_adapter, has_adapter
 from rlhf_kl.models.tokens import pad
-from rlhf_kl.sharding import full, names_in_turn
+from rlhf_kl.sharding import full, has_shards, names_in_turn
 from rlhf_kl.types import Sampled, Sampling
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, to one of which vLLM rounds up
@@ -75,6 +76,8 @@ class VLLM:
                 self.llm = LLM(folder, **(settings | dict(options)))
             except (TypeError, ValueError) as error:
                 raise InputError(f"rollout.engine: vllm, with these engine_options: {error}") from error
+        if "distributed_executor_backend" in settings:
+            atexit.register(self.llm.llm_engine.engine_core.shutdown)  # before the group, which it needs, is left
         self.device, self.shapes = policy.device, shapes_of(policy)
         self.base: Any = None  # the model whose frozen weights it has
         self.request: Any = None  # for the adapter that is used
@@ -183,10 +186,11 @@ def weights_of(model: LM, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
 
     Of a sharded one those of a layer at a time: all processes read this together, to its end.
     """
-    base = model.base
+    base, shards = model.base, has_shards(model)
     for name in names_in_turn(model, base):
         layer, wrapped, rest = name.partition(".base_layer.")
         tensor = base.get_parameter(name)
+        tensor = tensor.clone() if shards else tensor  # vLLM keeps some until the last one has come
         if wrapped and rest == "weight" and adapter is not None:
             yield f"{layer}.weight", tensor.float() + base.get_submodule(layer).get_delta_weight(adapter)
         elif wrapped:

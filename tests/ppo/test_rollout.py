@@ -283,6 +283,31 @@ def test_what_a_reward_model_read_is_not_read_again(
     assert rows == [1], "the one that was scored in other tokens, and no other"
 
 
+def test_a_rollout_reads_its_reward_model_once(
+    new_model: Make, prompts_of: Make, reward: RewardModel, letters: Any
+) -> None:
+    """The critic's features are the states from scoring."""
+    prompts, sampling = prompts_of(*TEXTS[:4]), Sampling(6, 0.8, [2], 0)
+    world = World(new_model, prompts, [reward])
+    parts = RolloutParts(
+        tokenizer=letters,
+        scorers=Scorers(Scorer("reward", reward)),
+        prompts=PromptStream(prompts, 4, 0),
+        sampling=sampling,
+    )
+    model = ActorCritic(world.policy, critic=world.critic)
+    rollouts = Rollouts(parts, model, world.reference, ScoreShaping(), world.features)
+    ids = torch.tensor([[3, 4, 5, 6, 3, 2]]).repeat(4, 1)
+    every = torch.ones_like(ids, dtype=torch.bool)
+    responses = Responses(prompts, decode_responses(letters, ids.tolist(), [2]), ids.tolist(), letters)
+    read: list[int] = []
+    reward.model.base_model.register_forward_hook(lambda _, __, output: read.append(len(output.last_hidden_state)))
+    for _ in range(2):
+        read.clear()
+        rollouts.assess(responses, Sampled(ids, every, every[:, 0], torch.zeros(ids.shape)))
+        assert sum(read) == 4
+
+
 def test_short_responses_beside_the_rollouts_are_drawn_together(prompts_of: Make) -> None:
     """Long ones as the run's own, since a batch may be small for its memory."""
     for batch, longest, rows in ((16, 40, 64), (16, 100, 40), (8, 1500, 8), (128, 40, 128), (0, 9000, 1)):
