@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, ServiceFailed
+from rlhf_kl.heartbeat import Heartbeat
 from rlhf_kl.sharding import is_sharded, local
 
 T = TypeVar("T")
@@ -147,22 +150,29 @@ def _failure(index: int, kind: type[RlhfKlError], texts: Sequence[str]) -> RlhfK
 class Group(Ranks):
     """Several processes, through torch.distributed; gradients use the backend of their device, all else gloo."""
 
+    exchanges = 0  # that this rank has begun
+
     def __init__(self, wait: timedelta) -> None:
         """`wait`: after it, an exchange with a rank that does not answer fails."""
         self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self.control, self.patient = (dist.new_group(backend="gloo", timeout=limit) for limit in (wait, PATIENCE))
+        self.control = dist.new_group(backend="gloo", timeout=wait)
+        self.heart = Heartbeat(self.control.group_name, self.index, self.count, lambda: self.exchanges)
+        self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)  # all have told their first sign of life
 
     def all(self, value: T, *, scores: bool = False) -> list[T]:
+        self.exchanges += 1
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.patient if scores else self.control)
         return values
 
     def sum(self, x: Tensor) -> Tensor:
+        self.exchanges += 1
         total = x.detach().to("cpu", copy=True)
         dist.all_reduce(total, group=self.control)
         return total
 
     def gather(self, x: Tensor) -> Tensor:
+        self.exchanges += 1
         x = x.detach().cpu()
         parts = [torch.empty_like(x) for _ in range(self.count)]
         dist.all_gather(parts, x, group=self.control)
@@ -204,12 +214,7 @@ class Group(Ranks):
 
     def is_first_to_fail(self) -> bool:
         """Whether no other rank has failed before; one that cannot be asked counts as none."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set_timeout(timedelta(seconds=10))
-            return int(store.add(f"rlhf-kl failed {self.control.group_name}", 1)) == 1
-        except RuntimeError:
-            return True
+        return self.heart.ask(lambda store: store.add("failed", 1)) in (1, None)
 
 
 @contextlib.contextmanager
@@ -224,21 +229,38 @@ def joined_group(minutes: float) -> Iterator[Group]:
     try:
         yield group
     except Exception as error:
-        failure = error if isinstance(error, RlhfKlError) else _lost_rank(error, minutes)
-        if failure is None:
-            raise
-        failure.told = not group.is_first_to_fail()
+        with _undisturbed():
+            failure = error if isinstance(error, RlhfKlError) else _lost_rank(error, minutes, group.heart)
+            if failure is None:
+                raise
+            failure.told = not group.is_first_to_fail()
         raise failure from error
+    finally:
+        group.heart.close()
 
 
-def _lost_rank(error: Exception, minutes: float) -> RlhfKlError | None:
-    """The words for an exchange that failed; None for another error."""
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """SIGTERM does not end the block: with it a launcher ends the others as soon as it sees that one has ended."""
+    handled = threading.current_thread() is threading.main_thread()  # only there Python handles signals
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if handled else None
+    try:
+        yield
+    finally:
+        if handled:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _lost_rank(error: Exception, minutes: float, heart: Heartbeat) -> RlhfKlError | None:
+    """The words for an exchange that failed, with the ranks that show no sign of life; None for another error."""
     message = str(error).lower()
     if not isinstance(error, dist.DistError) and "gloo" not in message:
         return None
     late = "timed out" in message or "timeout" in message
-    what = f"has not answered for {minutes:g} minutes (run.wait_minutes)" if late else "has ended"
-    return OtherProcessFailed(f"another process of the group {what}: --resume goes on from the last checkpoint")
+    what = f"not answered for {minutes:g} minutes (run.wait_minutes)" if late else "ended"
+    who = heart.missing(late=late) or "another process of the group"
+    have = "have" if who.startswith("processes") else "has"
+    return OtherProcessFailed(f"{who} {have} {what}: --resume goes on from the last checkpoint")
 
 
 def buckets(tensors: Iterable[nn.Parameter], most: int) -> list[list[nn.Parameter]]:

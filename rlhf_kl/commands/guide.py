@@ -20,7 +20,8 @@ PAGES = {
     "models_and_data": "models, adapters, precision, prompts",
     "rewards_and_controllers": "of your own, in a few lines of Python",
     "python": "from a notebook: a run, or a loop of your own",
-    "running": "comparing, resuming, memory, several processes",
+    "running": "comparing, resuming, memory",
+    "cluster": "several GPUs and nodes: Slurm, preemption, memory",
     "metrics": "every name in metrics.jsonl",
     "coming_from": "from TRL, OpenRLHF or verl; KLBudget inside TRL",
     "measurements": "every figure, with its command",
@@ -37,7 +38,7 @@ def guide(
         str | None, typer.Argument(metavar="PAGE", help="A page, or the beginning of its name; default: list them.")
     ] = None,
 ) -> None:
-    """Read the guide: KL control, questions, a lab, models, rewards, running, every metric and config key."""
+    """Read the guide: KL control, questions, a lab, models, rewards, running, clusters, every metric and config key."""
     if page is None:
         width = max(map(len, PAGES))
         for name, line in PAGES.items():

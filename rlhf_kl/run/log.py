@@ -191,7 +191,8 @@ def _accelerates(name: str, run: str, folder: Path, known: str | None) -> Any:
         "trackio": {"name": known or run, "resume": "must" if known else "never"},
         "mlflow": {"run_name": run, "run_id": known},
     }
-    return LOGGER_TYPE_TO_CLASS[name](PROJECT, **options[name])
+    project = os.environ.get("WANDB_PROJECT", PROJECT) if name == "wandb" else PROJECT
+    return LOGGER_TYPE_TO_CLASS[name](project, **options[name])
 
 
 class Views:

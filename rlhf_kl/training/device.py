@@ -118,7 +118,7 @@ def group_size() -> int:
     if "WORLD_SIZE" not in os.environ and int(copies) > 1:
         raise InputError(
             f"srun or mpirun started {copies} processes that do not know of each other: let it start one torchrun on "
-            "each node, as in the script of `rlhf-kl guide running`; for separate runs set WORLD_SIZE=1"
+            "each node, as in the script of `rlhf-kl guide cluster`; for separate runs set WORLD_SIZE=1"
         )
     return int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,3 +65,11 @@ def together(launch: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
         return Together(codes, output)
 
     return run
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -62,6 +64,8 @@ def test_a_killed_group_ends_and_its_run_goes_on(
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0, output
     assert time.monotonic() - began < 60
+    told = f"process {ranks} on {socket.gethostname()} has ended"
+    assert output.count(told) == (0 if "," in ranks else 1), output
     assert len(figures(tmp_path / "run")) < 6
     result = together([[*words_of(config, tmp_path / "run", count, shard), "--resume"]], count)
     assert result.codes == [[0]] * count, result.output
@@ -77,14 +81,20 @@ def test_a_killed_group_ends_and_its_run_goes_on(
             assert b["kl/coef"] == pytest.approx(a["kl/coef"], rel=2e-3)
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_stopped_process_is_not_waited_for_forever(
-    launch: Make, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Make, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
     monkeypatch.setenv("ENDED_BY", "SIGSTOP")
     worker = Path(__file__).with_name("killed_command.py")
     words = [*words_of(config, tmp_path / "run", 2, False), "--set", "run.wait_minutes=0.1"]
-    process = launch([worker, "0", "update", *words])
-    output, _ = process.communicate(timeout=120)
+    process = launch([worker, rank, "update", *words])
+    line = f"process {rank} on {socket.gethostname()} has not answered for 0.1 minutes (run.wait_minutes)"
+    told = next((each for each in process.stdout if line in each), None)
+    for rest in psutil.Process(process.pid).children():
+        if rest.status() == psutil.STATUS_STOPPED:  # torchrun would wait 30 s before it kills it
+            rest.kill()
+    output, _ = process.communicate(timeout=60)
+    assert told is not None
+    assert line not in output
     assert process.returncode != 0, output
-    line = "has not answered for 0.1 minutes (run.wait_minutes)"
-    assert output.count(line) == 1, output

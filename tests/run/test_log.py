@@ -138,6 +138,17 @@ def test_wandb_offline(write: Write, folder: RunFolder, monkeypatch: pytest.Monk
     assert files == [f"run-{known}.wandb"] * 2  # a resumed run goes on in the same one
 
 
+@pytest.mark.parametrize(("name", "theirs"), [("wandb", "mine-too"), ("trackio", "rlhf-kl")])
+def test_the_project_is_the_user_s_where_wandb_is_told_one(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str, theirs: str
+) -> None:
+    from accelerate import tracking
+
+    monkeypatch.setenv("WANDB_PROJECT", "mine-too")
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, lambda project, **_: project)
+    assert log._accelerates(name, "mine", folder.path, None) == theirs
+
+
 def test_mlflow_on_disk(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     place = f"file:{tmp_path / 'mlruns'}"

@@ -164,7 +164,10 @@ class TrackingSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
     trackers: list[Literal["wandb", "trackio", "mlflow"]] = Field(default_factory=list)
-    """Send the metrics to these too, as project rlhf-kl; each must be installed. Never run: trackio, or a server."""
+    """Send the metrics to these too, as project rlhf-kl (wandb: `WANDB_PROJECT`); each must be installed.
+
+    All three were tested on disk, without a network; sending to a server was never tested.
+    """
 
 
 class OptimiserSection(Section):
