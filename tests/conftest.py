@@ -150,11 +150,11 @@ def new_model(letters: Any) -> Callable[..., Any]:
 
     from rlhf_kl.models.scratch import new_gpt2
 
-    def make(seed: int = 0, spread: float = 0.5, context: int = 32, hidden_size: int = 16) -> Any:
+    def make(seed: int = 0, spread: float = 0.5, context: int = 32, hidden_size: int = 16, layers: int = 1) -> Any:
         model = new_gpt2(
             vocab_size=len(letters),
             hidden_size=hidden_size,
-            layers=1,
+            layers=layers,
             heads=2,
             context=context,
             tokenizer=letters,

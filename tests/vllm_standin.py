@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -71,5 +72,6 @@ def modules() -> dict[str, Any]:
 
 
 def install() -> None:
-    """For the rest of this process."""
-    sys.modules.update(modules())
+    """For the rest of this process, where there is no vLLM."""
+    if find_spec("vllm") is None:
+        sys.modules.update(modules())

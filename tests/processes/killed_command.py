@@ -15,6 +15,7 @@ from rlhf_kl import cli
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.run.run import Run
+from tests import vllm_standin
 
 MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which call
     "rollout": (Rollouts, "sample", 3),
@@ -40,6 +41,7 @@ def dying(work: Callable[..., Any], fatal: int) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
+    vllm_standin.install()
     ranks, moment, *words = sys.argv[1:]
     if os.environ["RANK"] in ranks.split(","):
         place, name, fatal = MOMENTS[moment]

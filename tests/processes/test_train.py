@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf_kl.models.pretrained import save_model
 from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import can_shard
+from tests import vllm_standin
 from tests.made import Make
 
 Runs = dict[str, tuple[Path, Path]]
@@ -45,6 +47,8 @@ VARIANTS: dict[str, list[str]] = {
     "sharded-scorer": ["eval.scorers.x.model=GOLD"],
     "sharded-microbatches": ["ppo.microbatch_size=2"],
     "sharded-half": ["policy.model=HALF"],
+    "engine": ["rollout.engine=vllm", "ppo.advantage=rloo", "rollout.samples_per_prompt=4"],
+    "sharded-engine": ["rollout.engine=vllm", "policy.lora={r: 2}"],
     "frozen-ceiling": ["reference.model=OTHER", "kl.ceiling.value=0.02", "kl.target=0.01"],
 }
 NEEDS_SHARDS = pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
@@ -78,9 +82,12 @@ def runs(
         options = [word for setting in settings for word in ("--set", setting)]
         return ["train", "--config", place / "tiny.yaml", "--output-dir", place / f"{variant}-{count}", *options]
 
-    for variant in VARIANTS:
-        outcome = rlhf_kl(*words(variant, 1), "--quiet")
-        assert outcome.code == 0, outcome.err
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in vllm_standin.modules().items():
+            patch.setitem(sys.modules, name, module)
+        for variant in VARIANTS:
+            outcome = rlhf_kl(*words(variant, 1), "--quiet")
+            assert outcome.code == 0, outcome.err
     result = together([[*words(variant, 2), "--quiet"] for variant in VARIANTS])
     assert result.codes == [[0] * len(VARIANTS)] * 2, result.output
     return {variant: (place / f"{variant}-1", place / f"{variant}-2") for variant in VARIANTS}
@@ -127,7 +134,7 @@ def test_two_processes_make_the_run_of_one(runs: Runs, variant: str) -> None:
     for name, row in tables[0].items():
         for key, value in row.items():
             assert_close(value, tables[1][name][key], f"tokens.jsonl: {name}, {key}")
-    name = "adapter_model.safetensors" if "adapter" in variant else "model.safetensors"
+    name = "adapter_model.safetensors" if "policy.lora={r: 2}" in VARIANTS[variant] else "model.safetensors"
     before, after = (load_file(folder / "final" / name) for folder in folders)
     for key, tensor in before.items():
         torch.testing.assert_close(after[key], tensor, rtol=1e-2, atol=1e-4)
@@ -229,3 +236,27 @@ def test_processes_that_need_more_passes_than_others(
     for a, b in zip(updates(tmp_path / "one"), updates(tmp_path / "two"), strict=True):
         for key in ("kl/token", "kl/coef", "policy/loss", "value/loss", "policy/grad_norm"):
             assert_close(a.get(key), b.get(key), f"update {a['step']}, {key}")
+
+
+@NEEDS_SHARDS
+def test_one_model_is_whole_while_it_samples_and_else_one_layer(
+    launch: Make, tiny_settings: dict[str, Any], tiny_reward_folder: Path, tmp_path: Path, new_model: Make, letters: Any
+) -> None:
+    """Of policy, reference and value of two layers each, and of two reward models of one."""
+    save_model(new_model(layers=2), letters, tmp_path / "policy")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
+    words = ["train", "--config", str(tmp_path / "tiny.yaml"), "--quiet", "--output-dir", tmp_path / "run"]
+    model = f"{{model: '{tiny_reward_folder}'}}"
+    changes = [
+        *SHARDS,
+        f"policy.model={tmp_path / 'policy'}",
+        "policy.value=separate",
+        f"eval.scorers.x={model}",
+        "ppo.total_episodes=48",
+    ]
+    changes += [f"reward={{kind: sum, terms: {{a: {model}, b: {{kind: '{tiny_settings['reward']['kind']}'}}}}}}"]
+    worker = Path(__file__).with_name("gathered_command.py")
+    process = launch([worker, *words, *[word for change in changes for word in ("--set", change)]])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "of 8 layers: {'reading': 1, 'sampling': 2, 'training': 1}" in output, output

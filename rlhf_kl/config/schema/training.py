@@ -98,9 +98,10 @@ class RolloutSection(Section):
     engine: Literal["vllm"] | None = None
     """What draws the responses of the updates; null = this program's own decoding. vllm: `pip install 'rlhf-kl[vllm]'`.
 
-    vLLM works in one process. It gets the weights before each rollout, an adapter added to copies of them; the trainer
-    computes log-probs, KL and loss itself, and weighs each token by policy over engine (at most 2). Not promised then:
-    a resumed run that is the same bit for bit. Evaluations and reference samples stay with the own decoding.
+    Each process has an engine for its rows, which draws the responses of evaluations and the reference samples too. It
+    gets a model's weights before it draws, of a sharded one layer by layer, and an adapter as an adapter where vLLM
+    knows the architecture so. The trainer computes log-probs, KL and loss itself, and weighs each token by policy over
+    engine (at most 2). Not promised then: a resumed run that is the same bit for bit.
     """
     engine_options: dict[Name, Any] = Field(default_factory=dict)
     """Options of the engine, such as {gpu_memory_utilization: 0.3, enforce_eager: true} for vLLM's `LLM`."""
