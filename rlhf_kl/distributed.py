@@ -34,6 +34,7 @@ class Ranks:
 
     index, count = 0, 1
     control: Any = None  # the torch group of what is not a gradient
+    writing: Any = None  # that of checkpoints, which may be written by a thread
 
     @property
     def writes(self) -> bool:
@@ -164,7 +165,8 @@ class Group(Ranks):
     def __init__(self, wait: timedelta) -> None:
         """`wait`: after it, an exchange with a rank that does not answer fails."""
         self.index, self.count = dist.get_rank(), dist.get_world_size()
-        self.control, self.patient = (dist.new_group(backend="gloo", timeout=limit) for limit in (wait, PATIENCE))
+        groups = [dist.new_group(backend="gloo", timeout=limit) for limit in (wait, PATIENCE, wait)]
+        self.control, self.patient, self.writing = groups
 
     def all(self, value: T, *, scores: bool = False) -> list[T]:
         values: list[Any] = [None] * self.count
