@@ -52,19 +52,14 @@ class Saving:
         return all(self.ranks.all(is_worth_copying(tensors)))
 
     def _write(
-        self,
-        step: int,
-        sharded: bool,
-        state: Mapping[str, Any],
-        model: NamedTensors = (),
-        optimizer: NamedTensors = (),
+        self, step: int, sharded: bool, state: Mapping[str, Any], model: NamedTensors = (), slots: NamedTensors = ()
     ) -> None:
         parts = self.folder / f".parts.{step}.tmp" if sharded else None
         try:
             if parts is not None:
-                save_parts(parts, model, optimizer, self.ranks.writing)
+                save_parts(parts, model, slots, self.ranks.writing)
             if self.ranks.writes:
-                save_checkpoint(self.folder, step, model, optimizer, state, parts)
+                save_checkpoint(self.folder, step, model, slots, state, parts)
                 self.prune(state)
         finally:
             if parts is not None and self.ranks.writes:
