@@ -2,7 +2,7 @@
 
 Each rank samples and scores its rows of a batch. Then it gets the global batch, on the CPU: targets, KL, metrics and
 the next beta come from the same numbers everywhere. It trains on its own rows, whose reference states it holds;
-gradients are summed before each step.
+gradients are summed before each step, from the last backward pass on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,14 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, ServiceFailed
+from rlhf_kl.gradients import GradientSum
 from rlhf_kl.heartbeat import Heartbeat
 from rlhf_kl.sharding import is_sharded, local
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=365)  # with scores: only `reward.time_limit` ends them
-
-
-BUCKET = 1 << 23  # numbers of the gradients that travel together: one message costs more than many numbers
 Rows = TypeVar("Rows", bound=Sequence[Any] | Tensor)
 
 
@@ -38,6 +37,7 @@ class Ranks:
 
     index, count = 0, 1
     control: Any = None  # the torch group of what is not a gradient
+    writing: Any = None  # that of checkpoints, which may be written by a thread
 
     @property
     def writes(self) -> bool:
@@ -106,6 +106,19 @@ class Ranks:
         rows = self.mine(range(total))
         return self.each(lambda: work(slice(rows.start, rows.stop)))
 
+    def sending(self, parameters: Iterable[nn.Parameter], *, last: bool = True) -> AbstractContextManager[None]:
+        """Around a backward pass; in the `last` one before a step gradients travel as soon as they are complete.
+
+        `parameters`: those of the step. Then `step` or `drop` follows.
+        """
+        del parameters, last
+        return contextlib.nullcontext()
+
+    def drop(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave a step out, with its gradients."""
+        self._sum_gradients(list(parameters))  # some travel already
+        optimizer.zero_grad()
+
     def step(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], most: float = math.inf) -> Tensor:
         """Sum the gradients over all ranks, scale them down to a joint norm of `most`, and take the step.
 
@@ -151,12 +164,14 @@ class Group(Ranks):
     """Several processes, through torch.distributed; gradients use the backend of their device, all else gloo."""
 
     exchanges = 0  # that this rank has begun
+    _total: GradientSum | None = None  # of the next step, where its gradients travel already
 
     def __init__(self, wait: timedelta) -> None:
         """`wait`: after it, an exchange with a rank that does not answer fails."""
         self.index, self.count = dist.get_rank(), dist.get_world_size()
         self.control = dist.new_group(backend="gloo", timeout=wait)
         self.heart = Heartbeat(self.control.group_name, self.index, self.count, lambda: self.exchanges)
+        self.writing = dist.new_group(backend="gloo", timeout=wait)
         self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)  # all have told their first sign of life
 
     def all(self, value: T, *, scores: bool = False) -> list[T]:
@@ -178,26 +193,19 @@ class Group(Ranks):
         dist.all_gather(parts, x, group=self.control)
         return torch.stack(parts)
 
+    def sending(self, parameters: Iterable[nn.Parameter], *, last: bool = True) -> AbstractContextManager[None]:
+        parameters = list(parameters)
+        if not last or any(map(is_sharded, parameters)):  # FSDP sends its own meanwhile, and orders must not mix
+            return contextlib.nullcontext()
+        self._total = GradientSum(parameters)
+        return self._total.early()
+
     def _sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             if is_sharded(parameter) and parameter.grad is not None:
                 parameter.grad.mul_(self.count)  # FSDP took the mean
-        learning = [p for p in parameters if p.requires_grad and not is_sharded(p)]
-        if not learning:
-            return
-        # Beside the gradients go flags: which are there. An expert that no token of a rank used has none.
-        flags = iter(self.sum(torch.tensor([float(p.grad is not None) for p in learning])).tolist())
-        transfers = []
-        for bucket in buckets(learning, BUCKET):
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            joined = torch.cat([part.flatten() for part in parts])
-            for parameter in bucket:
-                parameter.grad = None  # its memory is that of the next bucket
-            transfers.append((bucket, joined, dist.all_reduce(joined, async_op=True)))
-        for bucket, joined, transfer in transfers:
-            transfer.wait()
-            for parameter, gradient in zip(bucket, joined.split([p.numel() for p in bucket]), strict=True):
-                parameter.grad = gradient.view_as(parameter) if next(flags) else None
+        total, self._total = self._total or GradientSum(parameters), None
+        total.finish(self.sum)
 
     def _clip_gradients(self, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
         if not any(map(is_sharded, parameters)):
@@ -261,16 +269,3 @@ def _lost_rank(error: Exception, minutes: float, heart: Heartbeat) -> RlhfKlErro
     who = heart.missing(late=late) or "another process of the group"
     have = "have" if who.startswith("processes") else "has"
     return OtherProcessFailed(f"{who} {have} {what}: --resume goes on from the last checkpoint")
-
-
-def buckets(tensors: Iterable[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Neighbours of one type, together of at most so many numbers; a larger tensor stays alone."""
-    found: list[list[nn.Parameter]] = []
-    room = 0
-    for tensor in tensors:
-        if not found or tensor.numel() > room or tensor.dtype != found[-1][-1].dtype:
-            found.append([])
-            room = most
-        found[-1].append(tensor)
-        room -= tensor.numel()
-    return found

@@ -116,7 +116,8 @@ def fit_critic(
                 continue
             picked = (rows[(rows >= begin) & (rows < begin + len(features))] - begin).to(features.device)
             loss = critic.loss(features.index_select(0, picked), returns.index_select(0, picked)).sum()
-            (loss / len(rows)).backward()
+            with ranks.sending(critic.parameters()):
+                (loss / len(rows)).backward()
             if epoch == 0:
                 sums[0] += float64(loss.detach())
             sums[1] += float64(~ranks.step(optimizer, critic.parameters()).isfinite())

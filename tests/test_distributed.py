@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_kl import distributed, sharding
+from rlhf_kl import distributed, gradients, sharding
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import Group, Ranks, _report
+from rlhf_kl.distributed import Group, Ranks, _lost_rank, _report
 from rlhf_kl.errors import InputError, OtherProcessFailed, ServiceFailed
 from rlhf_kl.sharding import load_tensors, tensors_of
 from rlhf_kl.training.start import check_sizes
@@ -74,8 +74,9 @@ def test_a_step_is_clipped_and_left_out_where_its_gradient_is_not_finite(
     assert weight.grad is None
 
 
-def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes that have the same gradients; the all-reduce is stood in for."""
+@pytest.fixture
+def doubling(monkeypatch: pytest.MonkeyPatch) -> tuple[Group, list[int]]:
+    """One of two processes that have the same gradients, and the sizes of what travels; buckets hold eight numbers."""
     travelled: list[int] = []
 
     def doubled(tensor: torch.Tensor, async_op: bool = False, group: None = None) -> SimpleNamespace:
@@ -84,18 +85,75 @@ def test_gradients_travel_and_frozen_weights_do_not(monkeypatch: pytest.MonkeyPa
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(distributed.dist, "all_reduce", doubled)
-    monkeypatch.setattr(distributed, "BUCKET", 8)
+    monkeypatch.setattr(gradients, "BUCKET", 8)
+    group = Group.__new__(Group)
+    group.control, group.count = None, 2
+    return group, travelled
+
+
+def test_gradients_travel_and_frozen_weights_do_not(doubling: tuple[Group, list[int]]) -> None:
+    group, travelled = doubling
     frozen = nn.Parameter(torch.ones(1000), requires_grad=False)
     learned, more, unused = (nn.Parameter(torch.ones(size)) for size in (5, 3, 4))
     learned.grad, more.grad = torch.full((5,), 3.0), torch.full((3,), 0.5)
-    group = Group.__new__(Group)
-    group.control = None
     group._sum_gradients([frozen, learned, more, unused])
     assert torch.equal(learned.grad, torch.full((5,), 6.0))
     assert torch.equal(more.grad, torch.ones(3))
     assert unused.grad is None
     assert frozen.grad is None
-    assert travelled == [3, 5 + 3, 4]  # three flags, and what fits into a bucket of eight
+    assert travelled == [4, 5 + 3, 3]  # what fits into a bucket of eight, the last first, and three flags
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_gradients_of_the_last_pass_travel_before_it_has_reached_the_first_layer(
+    doubling: tuple[Group, list[int]], drops: bool
+) -> None:
+    """Four layers of six numbers, each a bucket; one expert gets a gradient in the first pass only, one in none."""
+    group, travelled = doubling
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    once, never = nn.Linear(2, 2), nn.Linear(2, 2)
+    parameters = [*once.parameters(), *never.parameters(), *layers.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    x, reached = torch.ones(1, 2), list[list[int]]()
+    layers[0].weight.register_hook(lambda _: reached.append(list(travelled)))
+
+    def loss(last: bool) -> torch.Tensor:
+        return layers(x if last else once(x)).sum()
+
+    for _ in range(2):
+        for last in (False, True):
+            with group.sending(parameters, last=last):
+                loss(last).backward()
+        assert reached == [[], [6, 6, 6]]
+        assert travelled == [6] * 4  # not the expert, which may get a gradient until the end
+        if drops:
+            group.drop(optimizer, parameters)
+        else:
+            group._sum_gradients(parameters)
+            mine = torch.autograd.grad(loss(False) + loss(True), parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, mine, strict=True):
+                assert (parameter.grad is None) == (gradient is None)
+                assert gradient is None or torch.equal(parameter.grad, 2.0 * gradient)
+            optimizer.zero_grad()
+        assert travelled == [6] * 6 + [len(parameters)]
+        assert all(parameter.grad is None for parameter in parameters)
+        layers(x).sum().backward()  # another pass: nothing travels
+        assert len(travelled) == 7
+        optimizer.zero_grad()
+        travelled.clear()
+        reached.clear()
+
+
+def test_an_exchange_that_fails_in_a_backward_pass_is_told_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+    monkeypatch.setattr(distributed.dist, "all_reduce", fails)
+    group, weight = Group.__new__(Group), nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError) as failure, group.sending([weight]):
+        weight.sum().backward()
+    assert isinstance(_lost_rank(failure.value, 1.0), OtherProcessFailed)
+    weight.sum().backward()  # no hook stays
 
 
 class Tied(nn.Module):

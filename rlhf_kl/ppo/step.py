@@ -167,7 +167,7 @@ class PPOTrainer:
                 loss = self.backward(rollout.layout, tokens, rows, weight)
                 if cfg.max_update_kl is not None and loss.approx_kl > cfg.max_update_kl * weight:
                     update.kl_at_stop = loss.approx_kl / weight
-                    self.optimizer.zero_grad()
+                    self.ranks.drop(self.optimizer, self.trained)
                     break
                 norm = self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm)
                 update.steps.append(OptimizerStep(loss, weight, float(norm)))
@@ -184,13 +184,15 @@ class PPOTrainer:
         """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
         passes, microbatches = [], list(self.passes(layout, self.ranks.mine(rows).tolist()))
         for packed in microbatches:
+            last = packed is microbatches[-1]
             if self.sharded:
-                now = packed is microbatches[-1] or not self.sums_once
-                sum_gradients([self.model.policy, *([] if self.model.value is None else [self.model.value])], now)
+                modules = [self.model.policy, *([] if self.model.value is None else [self.model.value])]
+                sum_gradients(modules, last or not self.sums_once)
             with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", smaller_pass("ppo")):
                 loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
-                ((self.settings.vf_coef * loss.value + loss.policy) / weight).backward()
+                with self.ranks.sending(self.trained, last=last):
+                    ((self.settings.vf_coef * loss.value + loss.policy) / weight).backward()
             passes.append(loss.detached())
         mine = Loss.joined(torch.stack(passes))
         return Loss(*Loss.joined(self.ranks.gather(mine)).tolist())

@@ -28,8 +28,9 @@ def open_run(config: AnyConfig, ranks: Ranks, *, resume: bool, overwrite: bool) 
             run.open(resume=resume, overwrite=overwrite)
             yield run
     except InputError:
+        way_on = run.way_on()
         if run.began and checkpoints(run.folder.checkpoints):
-            log.warning(f"{run.way_on()}, once the error is fixed")
+            log.warning(f"{way_on}, once the error is fixed")
         raise
     except MemoryFull as error:
         raise RunFailed(f"{error}; {run.way_on()}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.errors import GuardStop, InputError, Interrupted
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint, save_parts
+from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, lock_run_folder, write_atomic
 from rlhf_kl.run.interval import Interval, checkpoint_size
 from rlhf_kl.run.log import JsonlWriter, TensorBoardWriter, Tracker, Views, read_jsonl, write_json
@@ -32,10 +31,10 @@ from rlhf_kl.run.resume import (
     report_differences,
     versions,
 )
+from rlhf_kl.run.saving import Saving
 from rlhf_kl.run.signals import StopRequest, grace_note, stopping_on_signals
 from rlhf_kl.seeding import derive_seed, library_state, load_library_state, seed_libraries
-from rlhf_kl.sharding import NamedTensors, is_sharded, parts_of, slots_of
-from rlhf_kl.shell import keep_threads
+from rlhf_kl.shell import LAST_SECONDS, keep_threads
 from rlhf_kl.ui import log
 
 
@@ -65,6 +64,7 @@ class Run:
         self._rows: JsonlWriter | None = None
         self._samples: JsonlWriter | None = None
         self._views = Views({})
+        self._saving = Saving(self.folder.checkpoints, config.checkpoint, self.ranks)
 
     # ---- the beginning
 
@@ -200,7 +200,7 @@ class Run:
         self._views = Views(views)
         if self.checkpoint is not None:
             # The process may have died between writing this checkpoint and dropping an older one.
-            self._prune()
+            self._saving.prune({"every": self.interval.every, "spared": self.spared})
 
     # ---- the loop
 
@@ -214,11 +214,13 @@ class Run:
         due = False
         for step in range(self.next_step, self._total + 1):
             yield step
+            self._saving.settle(waits=False)
             due = due or self.interval.is_regular(step) or step == self._total
             if (due or self._needs_checkpoint()) and self._sound:
                 self.save(step)
                 due = False
             if number := self._signalled():
+                self.settle()
                 raise Interrupted(number)
         self._exits.close()
 
@@ -243,44 +245,43 @@ class Run:
             self._samples.write(sample)
 
     def save(self, step: int) -> None:
-        """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files."""
-        first, *others = self.ranks.all(self.ranks.run(self._own_states))
-        states = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
-        tensors, slots = parts_of(self.tracked["model"]), slots_of(self.tracked["optimizer"])
-        sharded = any(map(is_sharded, self.tracked["model"].parameters()))
-        parts = self.folder.checkpoints / f".parts.{step}.tmp" if sharded else None
-        write = partial(self._write_checkpoint, step, tensors, slots, states, parts)
-        try:
-            if parts is not None:
-                self.ranks.run(lambda: save_parts(parts, tensors, slots, self.ranks.control))
-            self.ranks.run(write if self.ranks.writes else lambda: None)  # all wait until it is complete
-            self.interval.saved()
-        finally:
-            if parts is not None and self.ranks.writes:
-                shutil.rmtree(parts, ignore_errors=True)
+        """Write checkpoint `step`: all that is tracked, the state of the libraries, and the length of the files.
+
+        With `checkpoint.background` it is complete when another one is saved, or after `settle`.
+        """
+        states = self.ranks.all(self.ranks.run(self._own_states))
+        state = self.ranks.run(partial(self._state_now, states))
+        self._saving.save(step, self.tracked["model"], self.tracked["optimizer"], state)
+        self.interval.saved()
 
     def save_sound(self, step: int) -> None:
-        """As `save`, where what is tracked may be saved."""
+        """As `save`, where what is tracked may be saved; then the checkpoint is complete."""
         if self._sound:
             self.save(step)
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written. Errors: OSError if the disk was full."""
+        self._saving.settle()
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The complete ones, oldest first, once none is being written any more."""
+        self.settle()
+        return checkpoints(self.folder.checkpoints)
 
     def _own_states(self) -> dict[str, Any]:
         others = {name: one for name, one in self.tracked.items() if name not in ("model", "optimizer")}
         return {name: one.state_dict() for name, one in others.items()} | {"libraries": library_state()}
 
-    def _write_checkpoint(
-        self, step: int, model: NamedTensors, optimizer: NamedTensors, states: Sequence[Any], parts: Path | None
-    ) -> None:
+    def _state_now(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors. `states`: what is tracked, by rank."""
         for file in self._files():
             file.sync()  # a checkpoint never counts rows that are not on the disk
         lengths = {file.path.name: file.size for file in self._files()}
-        state = {"tracked": states, "spared": self.spared, "seconds": self.seconds, "lengths": lengths}
-        state |= {"every": self.interval.every, **self._inputs}
-        save_checkpoint(self.folder.checkpoints, step, model, optimizer, state, parts)
-        self._prune()
-
-    def _prune(self) -> None:
-        prune(self.folder.checkpoints, self.config.checkpoint.keep, every=self.interval.every, spared=self.spared)
+        first, *others = states
+        tracked = [first, *({name: one for name, one in each.items() if one != first.get(name)} for each in others)]
+        state = {"tracked": tracked, "spared": self.spared, "seconds": self.seconds, "lengths": lengths}
+        return state | {"every": self.interval.every, **self._inputs}
 
     # ---- the end
 
@@ -291,6 +292,7 @@ class Run:
 
     def finish(self, **figures: Any) -> dict[str, Any]:
         """Write and return summary.json: these figures, with config, versions and git revision."""
+        self.settle()
         summary = {
             "run": self.config.run.name,
             "config": self.config.model_dump(mode="json"),
@@ -313,9 +315,14 @@ class Run:
         raise GuardStop(reason)
 
     def close(self) -> None:
-        """Close the files and free the folder; all data that must be on the disk is there already."""
+        """Close the files and free the folder, once nothing is being written; an interrupted run waits for seconds."""
         self._exits.close()
-        self._views.close(failed=sys.exc_info()[0] is not None)
+        failure = sys.exc_info()[0]
+        self._saving.wait(None if failure is None or issubclass(failure, Exception) else LAST_SECONDS)
+        self._views.close(failed=failure is not None)
+        self._saving.close(self._close_files)
+
+    def _close_files(self) -> None:
         for file in (*self._files(), self._lock):
             if file is not None:
                 with contextlib.suppress(OSError):  # a full disk has been reported already
@@ -331,6 +338,7 @@ class Run:
 
     def way_on(self) -> str:
         """Where --resume would go on."""
+        self._saving.wait()
         complete = [each.step for each in checkpoints(self.folder.checkpoints)]
         if not complete:
             return "there is no checkpoint yet: start the command again"

@@ -99,10 +99,12 @@ class SupervisedTrainer:
 
         def accumulate() -> dict[str, float]:
             totals: dict[str, float] = {}
-            for group in group_lengths(lengths, most_rows=self.rows, most_tokens=most, overhead=overhead):
+            groups = group_lengths(lengths, most_rows=self.rows, most_tokens=most, overhead=overhead)
+            for group in groups:
                 with memory_for(f"a training pass of {len(group)} rows does not fit", smaller_pass(self.settings.path)):
                     loss, sums = self.task.loss([rows[i] for i in group])
-                    (loss / weight).backward()
+                    with self.ranks.sending(self.model.parameters(), last=group is groups[-1]):
+                        (loss / weight).backward()
                 _add(totals, {"train/loss": float(loss.detach()), **sums})
             return totals
 

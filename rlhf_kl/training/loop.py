@@ -20,7 +20,7 @@ from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.monitors.facts import StartEnd, closing_figures, control_figures, is_update, score_error
-from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
+from rlhf_kl.run.checkpoint import Checkpoint
 from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.run.log import encode_json, read_jsonl
 from rlhf_kl.run.run import Run
@@ -171,8 +171,7 @@ class TrainLoop:
         if decision.action == "stop":
             return reason
         # Regular ones only: others would make a resumed run differ.
-        found = checkpoints(self.run.folder.checkpoints) if self.ranks.writes else []
-        good = [c for c in found if self.run.interval.is_regular(c.step)]
+        good = [c for c in self.run.checkpoints() if self.run.interval.is_regular(c.step)]
         if ceiling := decision.name == "kl-above-ceiling":
             key, limit = f"kl/{self.config.kl.unit}", self.config.kl.ceiling_value or math.inf
             rows = [old for old in read_jsonl(self.run.folder.metrics) if old.get(key) is not None]
@@ -202,7 +201,7 @@ class TrainLoop:
         best = self.monitors.better_checkpoint(row)
         if best and not self.run.interval.is_regular(best["step"]) and best["step"] < self.config.updates:
             return
-        if best and any(c.step == best["step"] for c in checkpoints(self.run.folder.checkpoints)):
+        if best and any(c.step == best["step"] for c in self.run.checkpoints()):
             self.monitors.best_checkpoint = best
             self.spare()
 

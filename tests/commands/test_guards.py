@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from rlhf_kl.errors import GuardStop, RunFailed
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.scorer import Scorers
+from rlhf_kl.run import saving
 from rlhf_kl.run.checkpoint import Checkpoint, checkpoints
 from rlhf_kl.training.loop import TrainLoop
 from tests.runs import Train, rows
@@ -160,8 +162,22 @@ def test_full_memory_keeps_the_checkpoint_and_names_the_keys_of_what_did_not_fit
     assert all(key in str(caught.value) for key in ("rollout.batch_size", "ppo.microbatch_size"))
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest(train: Train, tmp_path: Path) -> None:
-    settings = ("checkpoint={every: 1, keep: 1, best: objective/scores}", "eval.every=100")
+@pytest.fixture(params=[False, True], ids=["at once", "in the background"])
+def background(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The setting; in the background a checkpoint takes longer than an update."""
+    write = saving.save_checkpoint
+
+    def slow(*parts: Any) -> Any:
+        time.sleep(0.3)
+        return write(*parts)
+
+    if request.param:
+        monkeypatch.setattr(saving, "save_checkpoint", slow)
+    return f"checkpoint.background={request.param}"
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(train: Train, tmp_path: Path, background: str) -> None:
+    settings = ("checkpoint={every: 1, keep: 1, best: objective/scores}", background, "eval.every=100")
     summary = train(tmp_path / "run", *settings)
     measured = {row["step"] - 1: row["objective/scores"] for row in rows(tmp_path / "run")[1:6]}
     best = max(measured, key=measured.__getitem__)
@@ -170,10 +186,10 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(train: Train, tmp_path: P
 
 
 @pytest.mark.quick
-def test_a_rollback_to_the_start_forgets_what_was_learned_since(train: Train, tmp_path: Path) -> None:
+def test_a_rollback_to_the_start_forgets_what_was_learned_since(train: Train, tmp_path: Path, background: str) -> None:
     """Policy, Adam's moments, critic and controller: the checkpoint of the crossing holds none of it."""
     settings = ("kl.target=0.002", "kl.ceiling={value: 0.004, action: rollback}", "ppo.learning_rate=1e-2")
-    train(tmp_path / "run", *settings, "kl.controller={kind: fixed, coef: 0.1}", "policy.value=features")
+    train(tmp_path / "run", *settings, "kl.controller={kind: fixed, coef: 0.1}", "policy.value=features", background)
     found = rows(tmp_path / "run")[:6]
     above = [row["step"] for row in found if row["kl/token"] > 0.004]
     assert above[0] == 2  # of updates 1 and 2 nothing is left

@@ -22,8 +22,9 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.pretrained import save_model
 from rlhf_kl.ppo.rollout import Rollouts
 from rlhf_kl.ppo.step import PPOTrainer
-from rlhf_kl.run import run as run_module
+from rlhf_kl.run import saving
 from rlhf_kl.run.run import Run
+from rlhf_kl.run.saving import Saving
 from rlhf_kl.training import final, loop
 from tests.runs import Cli, Killed, Train, rows, unfinished
 
@@ -69,7 +70,7 @@ class Drawing:
 """
 RUNS = {  # what is called when the run dies, at which call, and the run
     "update": (PPOTrainer, "backward", 9, ["ppo.lr_schedule=adaptive", "ppo.learning_rate=0.05", "kl.target=0.05"]),
-    "checkpoint": (Run, "_write_checkpoint", 2, ["policy.value=head", "policy.lora={r: 4, alpha: 8.0}"]),
+    "checkpoint": (Saving, "_write", 2, ["policy.value=head", "policy.lora={r: 4, alpha: 8.0}"]),
     "rollout": (
         Rollouts,
         "sample",
@@ -85,6 +86,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
 ) -> None:
     place, name, fatal, settings = RUNS[moment]
     (tmp_path / "draws.py").write_text(DRAWS)
+    settings = [*settings, f"checkpoint.background={moment == 'rollout'}"]
     settings = [each.format(draws=f"{tmp_path}/draws.py:Drawing") if "draws" in each else each for each in settings]
     train(tmp_path / "whole", *settings)
     work, calls = getattr(place, name), iter(range(1, 1000))
@@ -115,7 +117,7 @@ PHASES = [  # what is called there
     (loop.TrainLoop, "announce"),
     (loop, "evaluate_policy"),
     (PPOTrainer, "backward"),
-    (run_module, "save_checkpoint"),
+    (saving, "save_checkpoint"),
     (loop.TrainLoop, "finish"),
     (final, "save_model"),
     (Run, "finish"),

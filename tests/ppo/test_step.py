@@ -13,6 +13,7 @@ from torch import Tensor
 
 import rlhf_kl.ppo.step as ppo_module
 from rlhf_kl.control import FixedKL, Guard
+from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import Event, LearningRateChanged, NoProgress, UpdateSkipped
 from rlhf_kl.models.value import FeatureCritic
 from rlhf_kl.ops.masked import Mean
@@ -151,8 +152,15 @@ def test_the_value_function_learns_the_returns(make_trainer: Make, new_model: Ma
     assert explained[-1] > 0.5
 
 
-def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make) -> None:
+def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first minibatch the policy has not moved; at the second it has, and takes no step any more."""
+    drop, dropped = Ranks.drop, list[int]()
+
+    def noted(self: Ranks, optimizer: Any, parameters: Any) -> None:  # with several ranks, gradients travel already
+        dropped.append(len(list(parameters)))
+        drop(self, optimizer, parameters)
+
+    monkeypatch.setattr(Ranks, "drop", noted)
     free, short = make_trainer(ppo={"epochs": 4}), make_trainer(ppo={"epochs": 4, "max_update_kl": 1e-9})
     whole, row = row_of(free, 1), row_of(short, 1)
     assert whole["policy/epochs"] == 4
@@ -161,6 +169,8 @@ def test_an_update_ends_before_the_first_step_from_too_far(make_trainer: Make) -
     assert row["policy/epochs"] == 0.5
     assert row["policy/approx_kl"] == pytest.approx(0.0, abs=1e-9)
     assert max(int(state["step"]) for state in short.optimizer.state.values()) == 1
+    assert dropped == [len(short.trained)]
+    assert all(parameter.grad is None for parameter in short.trained)
 
 
 def test_while_the_policy_is_frozen_its_controller_and_its_ceiling_learn_nothing(make_trainer: Make) -> None:

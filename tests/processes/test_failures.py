@@ -177,14 +177,19 @@ def test_ctrl_c_at_torchrun_ends_both_with_one_line_and_resume_goes_on(
 
 
 @pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("rank", "background"), [("0", False), ("1", True)])
 def test_a_disk_that_is_full_for_the_part_of_one_process_ends_both(
-    launch: Make, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str
+    launch: Make,
+    tiny_settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str,
+    background: bool,
 ) -> None:
     monkeypatch.setenv("ENDED_BY", "ENOSPC")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
     words = ["train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet"]
-    words += ["--set", "policy.shard=true"]
+    words += ["--set", "policy.shard=true", "--set", f"checkpoint.background={background}"]
     process = launch([Path(__file__).with_name("killed_command.py"), rank, "shard", *words])
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0

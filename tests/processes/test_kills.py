@@ -12,17 +12,20 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from rlhf_kl.run.checkpoint import checkpoints
 from tests.made import Make
 from tests.runs import rows
 
 pytestmark = pytest.mark.slow
-KILLS = [  # which ranks die, when, on how many processes the run goes on, with shards
-    ("1", "rollout", 2, False),
-    ("0", "update", 1, False),
-    ("0,1", "checkpoint", 2, False),
-    ("0", "update", 2, True),
-    ("1", "rollout", 1, True),
-    ("1", "shard", 2, True),
+KILLS = [  # which ranks die, when, on how many processes the run goes on, with shards, written in the background
+    ("1", "rollout", 2, False, False),
+    ("0", "update", 1, False, False),
+    ("0,1", "checkpoint", 2, False, False),
+    ("0", "meanwhile", 2, False, True),
+    ("0", "update", 2, True, False),
+    ("1", "rollout", 1, True, True),
+    ("1", "shard", 2, True, False),
+    ("1", "shard", 2, True, True),
 ]
 
 
@@ -55,18 +58,21 @@ def words_of(config: Path, folder: Path, count: int, shard: bool) -> list[Any]:
 
 @pytest.mark.parametrize("kill", KILLS)
 def test_a_killed_group_ends_and_its_run_goes_on(
-    launch: Make, together: Make, config: Path, whole: Any, tmp_path: Path, kill: tuple[str, str, int, bool]
+    launch: Make, together: Make, config: Path, whole: Any, tmp_path: Path, kill: tuple[str, str, int, bool, bool]
 ) -> None:
-    ranks, moment, count, shard = kill
+    ranks, moment, count, shard, background = kill
     worker = Path(__file__).with_name("killed_command.py")
     began = time.monotonic()
-    process = launch([worker, ranks, moment, *words_of(config, tmp_path / "run", 2, shard)])
+    words = [*words_of(config, tmp_path / "run", 2, shard), "--set", f"checkpoint.background={background}"]
+    process = launch([worker, ranks, moment, *words])
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0, output
     assert time.monotonic() - began < 60
     told = f"process {ranks} on {socket.gethostname()} has ended"
     assert output.count(told) == (0 if "," in ranks else 1), output
     assert len(figures(tmp_path / "run")) < 6
+    if moment in ("meanwhile", "shard"):
+        assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")] == [2]
     result = together([[*words_of(config, tmp_path / "run", count, shard), "--resume"]], count)
     assert result.codes == [[0]] * count, result.output
     before, after = figures(whole[shard]), figures(tmp_path / "run")

@@ -28,7 +28,7 @@ from tests.made import Make
 Runs = dict[str, tuple[Path, Path]]
 VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "minibatches": ["ppo.minibatch_size=8"],
+    "minibatches": ["ppo.minibatch_size=8", "checkpoint.background=true"],
     "reward": ["kl.placement=reward", "kl.estimator=k1"],
     "sum": ["reward={kind: sum, terms: {a: {kind: 'MINE'}, b: {kind: 'MINE', letter: b}}}", "reward.normalize=each"],
     "adapter": ["policy.lora={r: 2}"],
@@ -37,7 +37,7 @@ VARIANTS: dict[str, list[str]] = {
     "grpo": ["ppo.advantage=grpo", "rollout.samples_per_prompt=2"],
     "ceiling": ["kl.ceiling.value=0.002", "ppo.learning_rate=5.0e-3", "kl.target=0.001"],
     "sequence": ["kl.unit=sequence", "kl.target=0.5"],
-    "sharded": [],
+    "sharded": ["checkpoint.background=true"],
     "sharded-adapter": ["policy.lora={r: 2}"],
     "sharded-head": ["policy.value=head"],
     "sharded-separate": ["policy.value=separate"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -25,7 +26,7 @@ from rlhf_kl.errors import GuardStop, InputError, Interrupted, RunFailed
 from rlhf_kl.optim import adamw
 from rlhf_kl.run import interval as interval_module
 from rlhf_kl.run import run as run_module
-from rlhf_kl.run import signals
+from rlhf_kl.run import saving, signals
 from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.interval import interval_words, usual_interval
 from rlhf_kl.run.log import JsonlWriter, read_jsonl
@@ -248,13 +249,15 @@ def test_old_checkpoints_are_dropped_but_those_that_are_spared(work: Work, tmp_p
 # ---- going on
 
 
+@pytest.mark.parametrize("background", [False, True])
 def test_wherever_a_run_is_killed_it_goes_on_as_if_nothing_had_been(
-    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """Before each operation that writes, syncs or renames, and in the middle of one that removes."""
     work("whole", "checkpoint.keep=1")
     whole = left(tmp_path / "whole")
-    for fatal in range(1, 200):
+    settings = ["checkpoint.keep=1", f"checkpoint.background={background}"]
+    for fatal in range(1, 200, 3 if background else 1):
         calls = iter(range(1, 1000))
 
         def dying(real: Callable[..., Any], calls: Any = calls, fatal: int = fatal) -> Callable[..., Any]:
@@ -272,11 +275,11 @@ def test_wherever_a_run_is_killed_it_goes_on_as_if_nothing_had_been(
             for place, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (JsonlWriter, "write")):
                 patch.setattr(place, name, dying(getattr(place, name)))
             try:
-                work(f"{fatal}", "checkpoint.keep=1")
+                work(f"{fatal}", *settings)
                 break
             except Killed:
                 pass
-        work(f"{fatal}", "checkpoint.keep=1", resume=True)
+        work(f"{fatal}", *settings, resume=True)
         assert left(tmp_path / f"{fatal}") == whole, fatal
         assert not list((tmp_path / f"{fatal}").rglob("*.tmp"))
     assert 40 < fatal < 199
@@ -355,6 +358,151 @@ def test_a_resumed_run_has_the_threads_that_it_had(
     finally:
         torch.set_num_threads(before)
     assert capsys.readouterr().err.count("threads 2 -> 1") == 1
+
+
+# ---- checkpoints that are written while the run goes on
+
+BACKGROUND = "checkpoint.background=true"
+
+
+class Writing:
+    """The writing of checkpoints, which waits for `go`; `begun`: their steps."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.go = threading.Event()
+        self.write = saving.save_checkpoint
+
+    def __call__(self, folder: Path, step: int, *parts: Any) -> Any:
+        self.begun.append(step)
+        assert self.go.wait(20)
+        return self.write(folder, step, *parts)
+
+    def wait_for(self, step: int) -> None:
+        deadline = time.monotonic() + 20
+        while step not in self.begun:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Writing:
+    slow = Writing()
+    monkeypatch.setattr(saving, "save_checkpoint", slow)
+    return slow
+
+
+def test_a_checkpoint_holds_its_step_though_it_is_written_during_later_ones(
+    work: Work, whole: list[Any], tmp_path: Path, writing: Writing
+) -> None:
+    def at(run: Run, step: int) -> None:
+        if step == 4:  # steps 3 and its rows were done in between
+            writing.wait_for(2)
+            assert steps_of(run.folder.path) == []
+            writing.go.set()
+
+    work("run", BACKGROUND, at=at)
+    assert left(tmp_path / "run") == whole
+    for step in (2, 4, 6):
+        one, two = (tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("whole", "run"))
+        states = [json.loads((each / "state.json").read_text()) for each in (one, two)]
+        assert [state.pop("seconds") > 0 for state in states] == [True, True]
+        assert states[0] == states[1]
+        for name in states[0]["files"]:
+            assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+def test_a_disk_that_is_full_is_told_after_the_next_step_and_leaves_the_checkpoint_before(
+    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing
+) -> None:
+    writing.go.set()
+    write, steps = writing.write, list[int]()
+
+    def full(folder: Path, step: int, *parts: Any) -> Any:
+        if step == 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        return write(folder, step, *parts)
+
+    def at(run: Run, step: int) -> None:
+        steps.append(step)
+        if step == 5:
+            run._saving.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write", full)
+        with pytest.raises(RunFailed, match="No space left on device; the checkpoint of step 2 is complete"):
+            work("run", BACKGROUND, at=at)
+    assert steps == [1, 2, 3, 4, 5]
+    assert steps_of(tmp_path / "run") == [2]
+    work("run", BACKGROUND, resume=True)
+    assert left(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize("end", ["read", "signal", "guard"])
+def test_what_needs_a_checkpoint_waits_until_it_is_written(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    write, seen = saving.save_checkpoint, list[list[int]]()
+
+    def slow(*parts: Any) -> Any:
+        time.sleep(0.2)
+        return write(*parts)
+
+    def at(run: Run, step: int) -> None:
+        if step == 3 and end == "read":
+            seen.append([checkpoint.step for checkpoint in run.checkpoints()])
+        elif step == 3 and end == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif step == 3:
+            run.stop({"step": 2}, "too much")
+
+    monkeypatch.setattr(saving, "save_checkpoint", slow)
+    monkeypatch.setattr(run_module, "LAST_SECONDS", 0.0)
+    with pytest.raises((Interrupted, GuardStop)) if end != "read" else contextlib.nullcontext():
+        work("run", BACKGROUND, at=at)
+    if end == "read":
+        assert seen == [[2]]
+    assert steps_of(tmp_path / "run") == {"read": [2, 4, 6], "signal": [2, 3], "guard": [2]}[end]
+
+
+def test_an_interrupted_run_waits_a_moment_and_keeps_its_lock_while_it_writes(
+    work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: Writing
+) -> None:
+    monkeypatch.setattr(run_module, "LAST_SECONDS", 0.05)
+    runs: list[Run] = []
+
+    def at(run: Run, step: int) -> None:
+        if step == 3:
+            runs.append(run)
+            writing.wait_for(2)
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        work("run", BACKGROUND, at=at)
+    assert time.monotonic() - began < 10
+    assert not runs[0]._lock.closed
+    assert steps_of(tmp_path / "run") == []
+    writing.go.set()
+    runs[0]._saving.wait()
+    assert steps_of(tmp_path / "run") == [2]
+    deadline = time.monotonic() + 20
+    while not runs[0]._lock.closed:
+        assert time.monotonic() < deadline
+    work("run", resume=True)
+    assert left(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "copies"), [("cpu", 10**9, False), ("meta", 161, True), ("meta", 160, False)]
+)
+def test_auto_copies_what_lies_on_a_gpu_where_the_host_has_room_for_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, free: int, copies: bool
+) -> None:
+    monkeypatch.setattr(saving, "free_memory", lambda device: free)
+    assert saving.is_worth_copying([torch.empty(10, device=device) for _ in range(2)]) is copies
 
 
 # ---- signals and guards
@@ -531,7 +679,7 @@ def test_a_row_that_cannot_be_written_ends_the_run_in_one_line(
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     work: Work, whole: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, unlimited = run_module.save_checkpoint, resource.RLIM_INFINITY
+    save, unlimited = saving.save_checkpoint, resource.RLIM_INFINITY
 
     def limited(folder: Path, step: int, *parts: Any) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100 if step == 6 else unlimited, unlimited))
@@ -542,7 +690,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
 
     words = "File too large .*; the checkpoint of step 4 is complete"
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "save_checkpoint", limited)
+        patch.setattr(saving, "save_checkpoint", limited)
         with pytest.raises(RunFailed, match=words):
             work("run")
     assert steps_of(tmp_path / "run") == [2, 4]

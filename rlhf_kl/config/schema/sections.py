@@ -152,6 +152,11 @@ class CheckpointSection(Section):
     """
     keep: Count = 2
     """Checkpoints that stay on disk."""
+    background: bool | Literal["auto"] = "auto"
+    """Write checkpoints while the run goes on, from a copy in the host's memory.
+
+    auto = where the models are on a GPU and the copy takes less than half of the memory that is free.
+    """
     grace: NonNegative = 20.0
     """Seconds to finish and save the current update after SIGINT or SIGTERM; then it is interrupted.
 
