@@ -28,15 +28,19 @@ class PlainLLM:
             raise TypeError("unexpected option 'nonsense'\nand more lines")
         assert settings["hf_overrides"] == {"architectures": ["GPT2LMHeadModel"]}
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
         self.model.to(getattr(torch, settings.get("own_dtype", "float32")))
 
     def collective_rpc(self, method: str, kwargs: Any) -> None:
         assert method == "reload_weights"
         left = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in kwargs["weights_iterator"]:
-                left.pop(name).copy_(tensor)
+        for name, tensor in kwargs["weights_iterator"]:
+            self.take(left.pop(name), tensor)
         assert not left
+
+    @torch.no_grad()
+    def take(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        parameter.copy_(tensor)
 
     def apply_model(self, function: Callable[[Any], Any]) -> None:
         function(self.model)

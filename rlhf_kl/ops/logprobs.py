@@ -120,10 +120,10 @@ class _LogprobsAndKL(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of the rows of (N, V) whose float32 copies stay within a fixed size."""
+    """Slices of the rows of (N, V) whose float32 copies stay within a fixed size; one where there is no row."""
     elements = CHUNK_ELEMENTS * (1 if logits.device.type == "cpu" else DEVICE_CHUNKS)
     rows = max(1, elements // logits.shape[-1])
-    return (slice(start, start + rows) for start in range(0, len(logits), rows))
+    return (slice(start, start + rows) for start in range(0, max(1, len(logits)), rows))
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -184,6 +184,9 @@ def test_chunks_come_in_order_and_are_joined(monkeypatch: pytest.MonkeyPatch, ro
 def test_no_state_gives_no_result() -> None:
     (nothing,) = in_chunks(lambda x: (x.sum(1),), SUMS, torch.zeros(0, 2))
     assert nothing.shape == (0,)
+    ids, states = torch.zeros(0, dtype=torch.long), torch.zeros(0, 2)
+    assert {each.shape for each in token_stats(states, SUMS, ids, states, SUMS, 1.0)} == {(0,)}
+    assert {each.shape for each in token_kl(states, SUMS, ids, states, SUMS, 1.0)} == {(0,)}
 
 
 def test_chunks_are_computed_again_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,26 @@ from safetensors.torch import load_file
 
 from rlhf_kl.run.checkpoint import checkpoints
 from tests.made import Make
-from tests.runs import rows
+from tests.runs import rows, sets
 
 pytestmark = pytest.mark.slow
-KILLS = [  # which ranks die, when, on how many processes the run goes on, with shards, written in the background
-    ("1", "rollout", 2, False, False),
-    ("0", "update", 1, False, False),
-    ("0,1", "checkpoint", 2, False, False),
-    ("0", "meanwhile", 2, False, True),
-    ("0", "update", 2, True, False),
-    ("1", "rollout", 1, True, True),
-    ("1", "shard", 2, True, False),
-    ("1", "shard", 2, True, True),
+KILLS = [  # which ranks die, when, on how many processes the run goes on, and what is special
+    ("1", "rollout", 2, ""),
+    ("0", "update", 1, ""),
+    ("0,1", "checkpoint", 2, ""),
+    ("0", "meanwhile", 2, "background"),
+    ("0", "update", 2, "shard"),
+    ("1", "rollout", 1, "shard background"),
+    ("1", "shard", 2, "shard"),
+    ("1", "shard", 2, "shard background"),
+    ("1", "weights", 2, "shard engine"),
 ]
+SPECIAL = {
+    "shard": ["policy.shard=true", "reference.shard=true"],
+    "background": ["checkpoint.background=true"],
+    "engine": ["rollout.engine=vllm"],
+}
+WHOLE = {"shard engine": "shard engine", "shard background": "shard", "shard": "shard"}  # with equal figures
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
@@ -42,29 +49,28 @@ def config(tiny_settings: dict[str, Any], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path, together: Make) -> dict[bool, Path]:
-    """The run that nobody kills, without and with shards."""
-    folders = {shard: config.parent / f"whole-{shard}" for shard in (False, True)}
-    commands = [words_of(config, folder, 2, shard) for shard, folder in folders.items()]
-    result = together(commands)
-    assert result.codes == [[0, 0]] * 2, result.output
+def whole(config: Path, together: Make) -> dict[str, Path]:
+    """The runs that nobody kills."""
+    folders = {special: config.parent / f"whole-{special}" for special in ("", *dict.fromkeys(WHOLE.values()))}
+    result = together([words_of(config, folder, 2, special) for special, folder in folders.items()])
+    assert result.codes == [[0] * len(folders)] * 2, result.output
     return folders
 
 
-def words_of(config: Path, folder: Path, count: int, shard: bool) -> list[Any]:
-    shards = ["--set", "policy.shard=true", "--set", "reference.shard=true"] if shard and count > 1 else []
-    return ["train", "--config", config, "--output-dir", folder, "--quiet", *shards]
+def words_of(config: Path, folder: Path, count: int, special: str) -> list[Any]:
+    given = [name for name in special.split() if name != "shard" or count > 1]
+    changes = sets(*(change for name in given for change in SPECIAL[name]))
+    return ["train", "--config", config, "--output-dir", folder, "--quiet", *changes]
 
 
 @pytest.mark.parametrize("kill", KILLS)
 def test_a_killed_group_ends_and_its_run_goes_on(
-    launch: Make, together: Make, config: Path, whole: Any, tmp_path: Path, kill: tuple[str, str, int, bool, bool]
+    launch: Make, together: Make, config: Path, whole: Any, tmp_path: Path, kill: tuple[str, str, int, str]
 ) -> None:
-    ranks, moment, count, shard, background = kill
+    ranks, moment, count, special = kill
     worker = Path(__file__).with_name("killed_command.py")
     began = time.monotonic()
-    words = [*words_of(config, tmp_path / "run", 2, shard), "--set", f"checkpoint.background={background}"]
-    process = launch([worker, ranks, moment, *words])
+    process = launch([worker, ranks, moment, *words_of(config, tmp_path / "run", 2, special)])
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0, output
     assert time.monotonic() - began < 60
@@ -73,13 +79,14 @@ def test_a_killed_group_ends_and_its_run_goes_on(
     assert len(figures(tmp_path / "run")) < 6
     if moment in ("meanwhile", "shard"):
         assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run" / "checkpoints")] == [2]
-    result = together([[*words_of(config, tmp_path / "run", count, shard), "--resume"]], count)
+    result = together([[*words_of(config, tmp_path / "run", count, special), "--resume"]], count)
     assert result.codes == [[0]] * count, result.output
-    before, after = figures(whole[shard]), figures(tmp_path / "run")
+    unharmed = whole[WHOLE.get(special, "")]
+    before, after = figures(unharmed), figures(tmp_path / "run")
     assert [row["step"] for row in after] == list(range(1, 7))
     if count == 2:  # bit for bit
         assert after == before
-        weights, resumed = (load_file(run / "final" / "model.safetensors") for run in (whole[shard], tmp_path / "run"))
+        weights, resumed = (load_file(run / "final" / "model.safetensors") for run in (unharmed, tmp_path / "run"))
         assert all(tensor.equal(resumed[name]) for name, tensor in weights.items())
     else:  # sums come in another order
         for a, b in zip(before, after, strict=True):
@@ -93,7 +100,7 @@ def test_a_stopped_process_is_not_waited_for_forever(
 ) -> None:
     monkeypatch.setenv("ENDED_BY", "SIGSTOP")
     worker = Path(__file__).with_name("killed_command.py")
-    words = [*words_of(config, tmp_path / "run", 2, False), "--set", "run.wait_minutes=0.1"]
+    words = [*words_of(config, tmp_path / "run", 2, ""), "--set", "run.wait_minutes=0.1"]
     process = launch([worker, rank, "update", *words])
     line = f"process {rank} on {socket.gethostname()} has not answered for 0.1 minutes (run.wait_minutes)"
     told = next((each for each in process.stdout if line in each), None)
