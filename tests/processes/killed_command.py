@@ -25,7 +25,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {  # what is called, and at which cal
     "update": (PPOTrainer, "backward", 6),  # two minibatches in each update
     "checkpoint": (Run, "save", 2),
     "meanwhile": (PPOTrainer, "backward", 10),  # a thread writes the second checkpoint
-    "weights": (vllm_standin.PlainLLM, "take", 70),  # one after the other, in the middle of those of a rollout
+    "weights": (vllm_standin.PlainLLM, "take", 106),  # one after the other, in the middle of those of a rollout
     "shard": (HuggingFaceStorageWriter, "write_data", 2),  # of the second checkpoint of sharded weights
 }
 

@@ -16,7 +16,7 @@ from rlhf_kl.run.checkpoint import checkpoints
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.sharding import can_shard
 from tests.made import Make
-from tests.runs import rows
+from tests.runs import rows, sets
 from tests.servers import says, scores, serving
 
 REWARD = """
@@ -198,3 +198,22 @@ def test_a_disk_that_is_full_for_the_part_of_one_process_ends_both(
     assert left.step == 2
     assert left.state()
     assert not list(left.path.parent.glob(".*"))
+
+
+@pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
+def test_an_engine_that_fails_one_process_ends_both_with_a_checkpoint(
+    launch: Make, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amid the weights of a sharded policy, which both gather to the end: none waits for the other."""
+    monkeypatch.setenv("ENDED_BY", "ENOSPC")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings | {"checkpoint": {"every": 5}}))
+    words = ["train", "--config", tmp_path / "tiny.yaml", "--output-dir", tmp_path / "run", "--quiet"]
+    words += sets("policy.shard=true", "reference.shard=true", "rollout.engine=vllm", "eval.every=1000")
+    began = time.monotonic()
+    process = launch([Path(__file__).with_name("killed_command.py"), "1", "weights", *words])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 60
+    assert output.count("rollout.engine: vllm: ") == 1, output
+    (left,) = checkpoints(tmp_path / "run" / "checkpoints")
+    assert left.step == len([row for row in rows(tmp_path / "run") if "kl/token" in row]) > 0
