@@ -152,7 +152,8 @@ def test_an_exchange_that_fails_in_a_backward_pass_is_told_as_any_other(monkeypa
     group, weight = Group.__new__(Group), nn.Parameter(torch.ones(2))
     with pytest.raises(RuntimeError) as failure, group.sending([weight]):
         weight.sum().backward()
-    assert isinstance(_lost_rank(failure.value, 1.0), OtherProcessFailed)
+    unknown: Any = SimpleNamespace(missing=lambda late: None)
+    assert isinstance(_lost_rank(failure.value, 1.0, unknown), OtherProcessFailed)
     weight.sum().backward()  # no hook stays
 
 
