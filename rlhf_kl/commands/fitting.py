@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.sections import LoraSection
 from rlhf_kl.data.prepare import prepare_prompts
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import Access, load_tokenizer
 from rlhf_kl.monitors.readiness import Finding
 from rlhf_kl.run.interval import volume
@@ -35,6 +36,8 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "rollout.engine=vllm": {"rollout": {"engine": "vllm"}},
     ADAPTER: {"policy": {"lora": LoraSection()}},
 }
+
+Outlined = Callable[..., Outlines]
 
 
 def run_fitting(config: TrainConfig, processes: int, memory: int) -> list[Finding]:
@@ -75,13 +78,13 @@ def longest_prompt(config: TrainConfig) -> int | None:
 
 def memory_findings(config: TrainConfig, place: Place) -> Iterator[Finding]:
     """A line for each phase; the largest has the advice. Errors: InputError as `outlines`."""
-    new, change = config.rollout.max_new_tokens, ""
-    sums = Footprint(config, outlines(config, place.prompt), place)
+    new, change, models = config.rollout.max_new_tokens, "", outliner(config, place.prompt)
+    sums = Footprint(config, models(adapter=False), place)
     if not fits(sums):
-        found = fitting_changes(config, place)
+        found = fitting_changes(config, models, place)
         change = "more devices, larger ones, or a smaller model" if found is None else ", ".join(found)
-    each = f"{place.processes} processes with {volume(place.memory)} each, of which {USABLE:.0%} are to use"
-    yield Finding("fine", "memory", f"computed for {each}, {place.prompt} + {new} tokens, {config.run.dtype}")
+    where = f"{place.processes} processes with {volume(place.memory)} each, of which {USABLE:.0%} are to use"
+    yield Finding("fine", "memory", f"computed for {where}, {place.prompt} + {new} tokens, {config.run.dtype}")
     if sums.engine_needs > sums.engine:
         text = f"the engine needs {sums.engine_needs:.0%} of a device, and has {sums.engine:.0%}"
         yield Finding("fatal", "memory", text, change)
@@ -89,9 +92,7 @@ def memory_findings(config: TrainConfig, place: Place) -> Iterator[Finding]:
     largest = max(phases, key=lambda name: total(phases[name]))
     for name, parts in phases.items():
         size = total(parts)
-        shown = ", ".join(
-            f"{part} {volume(part_size)}" for part, part_size in parts.items() if part_size > SMALL * size
-        )
+        shown = ", ".join(f"{part} {volume(each)}" for part, each in parts.items() if each > SMALL * size)
         level: Literal["fine", "fatal"] = "fine" if size <= USABLE * place.memory else "fatal"
         yield Finding(level, "memory", f"{name}: {volume(size)} ({shown})", change if name == largest else "")
 
@@ -99,28 +100,32 @@ def memory_findings(config: TrainConfig, place: Place) -> Iterator[Finding]:
 # ---- what to change
 
 
+def outliner(config: TrainConfig, prompt: int) -> Outlined:
+    """What outlines the models of a config once; `adapter`: with the one that `CHANGES` adds."""
+
+    @cache
+    def outlined(*, adapter: bool) -> Outlines:
+        return outlines(changed(config, CHANGES[ADAPTER] if adapter else {}), prompt)
+
+    return outlined
+
+
 def fits(sums: Footprint) -> bool:
     """Whether the largest phase fits, and the engine into its share."""
     return sums.engine_needs <= sums.engine and max(map(total, sums.phases().values())) <= USABLE * sums.place.memory
 
 
-def fitting_changes(config: TrainConfig, place: Place) -> list[str] | None:
+def fitting_changes(config: TrainConfig, models: Outlined, place: Place) -> list[str] | None:
     """The fewest changes with which a run fits; None if it never does."""
-
-    @cache
-    def models(adapter: bool) -> Outlines:
-        return outlines(
-            changed(config, CHANGES[ADAPTER] if adapter else {}), place.prompt + config.rollout.max_new_tokens
-        )
-
-    every = [keys for count in range(len(CHANGES) + 1) for keys in combinations(CHANGES, count)]
+    known = [key for key, change in CHANGES.items() if changed(config, change) != config]  # others change nothing
+    useless = ([SHARDS] if place.processes == 1 else []) + [ADAPTER] * has_adapter(models(adapter=False).policy.model)
+    known = [key for key in known if key not in useless]
+    every = [keys for count in range(len(known) + 1) for keys in combinations(known, count)]
     for keys in sorted(every, key=lambda keys: ADAPTER in keys):
-        if (SHARDS in keys and place.processes == 1) or config in (changed(config, CHANGES[key]) for key in keys):
-            continue  # it changes nothing
         other, words = config, list(keys)
         for key in keys:
             other = changed(other, CHANGES[key])
-        sums = Footprint(other, models(ADAPTER in keys), place)
+        sums = Footprint(other, models(adapter=ADAPTER in keys), place)
         if sums.engine_needs > sums.engine:
             options = other.rollout.engine_options | {"gpu_memory_utilization": sums.engine_needs}
             other = changed(other, {"rollout": {"engine_options": options}})
@@ -128,7 +133,7 @@ def fitting_changes(config: TrainConfig, place: Place) -> list[str] | None:
         smaller = [rows for rows in range(sums.rows_of_a_pass, 0, -1) if config.minibatch_size % rows == 0]
         for rows in (None, *smaller):
             tried = other if rows is None else changed(other, {"ppo": {"microbatch_size": rows}})
-            if fits(Footprint(tried, models(ADAPTER in keys), place)):
+            if fits(Footprint(tried, models(adapter=ADAPTER in keys), place)):
                 return words + [f"ppo.microbatch_size={rows}"] * (rows is not None)
     return None
 

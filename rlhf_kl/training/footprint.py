@@ -78,7 +78,7 @@ class Footprint:
     def phases(self) -> dict[str, Parts]:
         """By name, the parts of each."""
         rest, models, ceiling = self.rest(), self.models, {"ceiling": self.kept_by_ceiling()}
-        loaded = {"moments": 0.0, "states": 0.0}
+        loaded = {"moments": 0.0, "states": 0.0, "engine": 0.0}
         loaded |= {} if self.shards else {"weights": float(FLOAT * self.head.parameters)}  # they arrive in float32
         loaded |= {} if self.apart else {"frozen models": self.frozen(FLOAT)}
         more: dict[str, Parts] = {
@@ -199,12 +199,12 @@ class Footprint:
         held, most = self.config.eval, max(1, self.rows, min(PASS_ROWS, PASS_TOKENS["cpu"] // self.length))
         asked = max(held.most_responses + SHOWN * (EACH - 1), (AT_END - 1) * held.most_responses)
         rows = min(-(-asked // self.place.processes), most)
-        read = CHARACTERS // 2 if held.max_documents == "auto" else MOST_TOKENS  # two characters a token, or more
+        read = CHARACTERS // 3 if held.max_documents == "auto" else MOST_TOKENS  # three characters a token, or more
         texts = {
             "gathered": self.gathered(self.policy),
             "copies": self.copies,
             "activations": self.policy.at_once * read / self.length,
-            "logits": self.logits(read, 2),
+            "logits": self.logits(read, 1),
         }
         reading = self.reading(rows) | {"states of the evaluation": self.states(rows)}
         return max(self.sampling(rows), reading, self.scoring(self.models.watched, rows), texts, key=total)

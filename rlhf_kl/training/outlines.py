@@ -115,7 +115,7 @@ def build(ref: str, kind: Any, remote_code: bool) -> Any:
     try:
         with quiet_transformers():
             shape = AutoConfig.from_pretrained(hub.name if hub else ref, **place, trust_remote_code=remote_code)
-            return kind.from_config(shape, dtype=torch.float32, trust_remote_code=remote_code)
+            return kind.from_config(shape, dtype=torch.float32, trust_remote_code=remote_code).eval()
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(f"{ref}: cannot be built from its config: {first_line(error)}") from error
 
@@ -134,7 +134,7 @@ def kept_by_pass(ref: str, kind: Any, remote_code: bool, dtype: torch.dtype, len
 
         ids = torch.zeros(rows, length, dtype=torch.long)
         with saved_tensors_hooks(keep, lambda tensor: tensor), trunk.precision():
-            trunk.base.base_model(input_ids=ids, use_cache=False)
+            trunk.base.base_model(input_ids=ids, use_cache=True)  # else they get a mask that a run leaves out
         return sum(storage.nbytes() for number, storage in found.items() if number not in own)
 
     try:
