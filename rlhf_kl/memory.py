@@ -65,6 +65,18 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def all_memory(device: torch.device, processes: int) -> int:
+    """Bytes of a device like this one for each process; of a CPU's, a part for each."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[1]
+
+    import psutil
+
+    return int(psutil.virtual_memory().total) // processes
+
+
 def kept_per_token(model: Any) -> int:
     """Numbers that a pass with gradients keeps per token, without logits; correct to about a third."""
     shape = model.config.get_text_config()

@@ -74,8 +74,7 @@ class Watch:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self.phase in PHASES.values():
                 return call(*args, **kwargs)
-            if phase == "sampling":
-                self.note("at rest")
+            self.note("at rest" if phase == "sampling" else phase)
             before, self.phase = self.phase, phase
             try:
                 return call(*args, **kwargs)

@@ -37,7 +37,7 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     ADAPTER: {"policy": {"lora": LoraSection()}},
 }
 
-Outlined = Callable[..., Outlines]
+Outlined = Callable[[bool], Outlines]
 
 
 def run_fitting(config: TrainConfig, processes: int, memory: int) -> list[Finding]:
@@ -79,7 +79,7 @@ def longest_prompt(config: TrainConfig) -> int | None:
 def memory_findings(config: TrainConfig, place: Place) -> Iterator[Finding]:
     """A line for each phase; the largest has the advice. Errors: InputError as `outlines`."""
     new, change, models = config.rollout.max_new_tokens, "", outliner(config, place.prompt)
-    sums = Footprint(config, models(adapter=False), place)
+    sums = Footprint(config, models(False), place)
     if not fits(sums):
         found = fitting_changes(config, models, place)
         change = "more devices, larger ones, or a smaller model" if found is None else ", ".join(found)
@@ -101,13 +101,8 @@ def memory_findings(config: TrainConfig, place: Place) -> Iterator[Finding]:
 
 
 def outliner(config: TrainConfig, prompt: int) -> Outlined:
-    """What outlines the models of a config once; `adapter`: with the one that `CHANGES` adds."""
-
-    @cache
-    def outlined(*, adapter: bool) -> Outlines:
-        return outlines(changed(config, CHANGES[ADAPTER] if adapter else {}), prompt)
-
-    return outlined
+    """The models of a config, outlined once, and with the adapter that `CHANGES` adds."""
+    return cache(lambda adapter: outlines(changed(config, CHANGES[ADAPTER] if adapter else {}), prompt))
 
 
 def fits(sums: Footprint) -> bool:
@@ -118,14 +113,14 @@ def fits(sums: Footprint) -> bool:
 def fitting_changes(config: TrainConfig, models: Outlined, place: Place) -> list[str] | None:
     """The fewest changes with which a run fits; None if it never does."""
     known = [key for key, change in CHANGES.items() if changed(config, change) != config]  # others change nothing
-    useless = ([SHARDS] if place.processes == 1 else []) + [ADAPTER] * has_adapter(models(adapter=False).policy.model)
+    useless = ([SHARDS] if place.processes == 1 else []) + [ADAPTER] * has_adapter(models(False).policy.model)
     known = [key for key in known if key not in useless]
     every = [keys for count in range(len(known) + 1) for keys in combinations(known, count)]
     for keys in sorted(every, key=lambda keys: ADAPTER in keys):
         other, words = config, list(keys)
         for key in keys:
             other = changed(other, CHANGES[key])
-        sums = Footprint(other, models(adapter=ADAPTER in keys), place)
+        sums = Footprint(other, models(ADAPTER in keys), place)
         if sums.engine_needs > sums.engine:
             options = other.rollout.engine_options | {"gpu_memory_utilization": sums.engine_needs}
             other = changed(other, {"rollout": {"engine_options": options}})
@@ -133,7 +128,7 @@ def fitting_changes(config: TrainConfig, models: Outlined, place: Place) -> list
         smaller = [rows for rows in range(sums.rows_of_a_pass, 0, -1) if config.minibatch_size % rows == 0]
         for rows in (None, *smaller):
             tried = other if rows is None else changed(other, {"ppo": {"microbatch_size": rows}})
-            if fits(Footprint(tried, models(adapter=ADAPTER in keys), place)):
+            if fits(Footprint(tried, models(ADAPTER in keys), place)):
                 return words + [f"ppo.microbatch_size={rows}"] * (rows is not None)
     return None
 

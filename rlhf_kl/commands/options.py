@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rlhf_kl.errors import InputError, Interrupted, is_address
-from rlhf_kl.plugins import GIVEN
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import Kind
@@ -117,6 +116,8 @@ def read_config(
 
 def read_elsewhere(file: str, sets: Sequence[str] | None, seed: int | None, updates: int | None) -> Any:
     """The config of a run that is planned here: its data, and the weights of its models, may be on another machine."""
+    from rlhf_kl.plugins import GIVEN
+
     try:
         return read_config("train", file, sets, None, seed, updates, named=False)
     except InputError as error:

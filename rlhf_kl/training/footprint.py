@@ -7,6 +7,7 @@ several responses share is counted for each, but where it is sampled from.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +78,7 @@ class Footprint:
 
     def phases(self) -> dict[str, Parts]:
         """By name, the parts of each."""
-        rest, models, ceiling = self.rest(), self.models, {"ceiling": self.kept_by_ceiling()}
+        rest, ceiling = self.rest(), {"ceiling": self.kept_by_ceiling()}
         loaded = {"moments": 0.0, "states": 0.0, "engine": 0.0}
         loaded |= {} if self.shards else {"weights": float(FLOAT * self.head.parameters)}  # they arrive in float32
         loaded |= {} if self.apart else {"frozen models": self.frozen(FLOAT)}
@@ -85,10 +86,10 @@ class Footprint:
             "models loaded": loaded,
             "at rest": {},
             "sampling": self.sampling(self.rows),
-            "reading": self.reading(self.rows),
-            "scoring": self.scoring(models.rewards, self.rows),
+            "reading": self.comparing(self.rows),
+            "scoring": self.reading(self.models.rewards, min(self.rows, SCORING_ROWS), 0.0),
             "training pass": self.training() | ceiling,
-            "KL after the update": self.reading(self.rows) | ceiling,
+            "KL after the update": self.comparing(self.rows) | ceiling,
             "evaluation": self.evaluation(),
             "checkpoint": {"gathered": float(FLOAT * self.vocabulary * self.hidden * self.shards)},
         }
@@ -142,14 +143,12 @@ class Footprint:
 
     # ---- passes without gradients
 
-    def logits(self, tokens: int, copies: float, *, grows: bool = False) -> float:
-        """Copies of the logits of so many tokens, as far as they exist at once."""
-        return copies * FLOAT * self.vocabulary * min(tokens, self.head.chunk(self.place.device, grows=grows))
-
-    def compared(self, tokens: int) -> float:
-        """Temporaries where distributions are compared: see `ops.logprobs`."""
-        piece = CHUNK_ELEMENTS * (1 if self.place.device.type == "cpu" else DEVICE_CHUNKS)
-        return TEMPORARIES * FLOAT * float(min(piece, tokens * self.vocabulary))
+    def logits(self, tokens: int, copies: float, *, grows: bool = False, compares: bool = False) -> float:
+        """Copies of the logits of so many tokens, as far as they exist at once, and what comparing them takes."""
+        piece = CHUNK_ELEMENTS * (1 if self.place.device.type == "cpu" else DEVICE_CHUNKS)  # see `ops.logprobs`
+        most = min(tokens, self.head.chunk(self.place.device, grows=grows))
+        pieces = TEMPORARIES * min(piece, tokens * self.vocabulary) * compares
+        return FLOAT * (copies * self.vocabulary * most + pieces)
 
     def cached(self, rows: int, tokens: int) -> float:
         """Keys and values."""
@@ -158,7 +157,7 @@ class Footprint:
         each = getattr(shape, "head_dim", None) or self.hidden // shape.num_attention_heads
         return float(2 * self.size * self.depth * heads * each * rows * tokens)
 
-    def gathered(self, *read: Outline) -> float:
+    def gathered(self, read: Sequence[Outline]) -> float:
         """Two layers of sharded models that are read, this one and the next; embeddings and head of the policy."""
         found = [each for each in read if (self.shards if each is self.policy else self.apart)]
         layers = max((Sizes.of(each.model).layer for each in found), default=0)
@@ -177,22 +176,18 @@ class Footprint:
         whole = float(self.size * self.every.inside + FLOAT * self.every.outside) * self.shards
         return {"gathered": whole, "copies": self.copies + self.rounded} | max(moments, key=total)
 
-    def reading(self, rows: int) -> Parts:
+    def reading(self, read: Sequence[Outline], rows: float, logits: float) -> Parts:
+        """A pass of so many rows through each of these models."""
+        once = max((each.at_once for each in read), default=0.0)
+        copies = self.copies if self.policy in read else 0.0
+        return {"gathered": self.gathered(read), "copies": copies, "activations": rows * once, "logits": logits}
+
+    def comparing(self, rows: int) -> Parts:
         """Policy, reference and value at the sampled tokens."""
-        models = [each for each in (self.policy, self.models.reference, self.models.value) if each is not None]
+        read = [each for each in (self.policy, self.models.reference, self.models.value) if each is not None]
         most = PASS_TOKENS.get(self.place.device.type, PASS_TOKENS["cpu"]) // self.length
         rows = min(rows, PASS_ROWS, max(1, most))
-        return {
-            "gathered": self.gathered(*models),
-            "copies": self.copies,
-            "activations": rows * max(each.at_once for each in models),
-            "logits": self.logits(rows * self.new, 2) + self.compared(rows * self.new),
-        }
-
-    def scoring(self, models: list[Outline], rows: int) -> Parts:
-        """Reward models read the texts."""
-        once = max((each.at_once for each in models), default=0.0)
-        return {"gathered": self.gathered(*models), "activations": min(rows, SCORING_ROWS) * once}
+        return self.reading(read, rows, self.logits(rows * self.new, 2, compares=True))
 
     def evaluation(self) -> Parts:
         """The largest of: responses are drawn, compared and scored; texts are read."""
@@ -200,14 +195,10 @@ class Footprint:
         asked = max(held.most_responses + SHOWN * (EACH - 1), (AT_END - 1) * held.most_responses)
         rows = min(-(-asked // self.place.processes), most)
         read = CHARACTERS // 3 if held.max_documents == "auto" else MOST_TOKENS  # three characters a token, or more
-        texts = {
-            "gathered": self.gathered(self.policy),
-            "copies": self.copies,
-            "activations": self.policy.at_once * read / self.length,
-            "logits": self.logits(read, 1),
-        }
-        reading = self.reading(rows) | {"states of the evaluation": self.states(rows)}
-        return max(self.sampling(rows), reading, self.scoring(self.models.watched, rows), texts, key=total)
+        texts = self.reading([self.policy], read / self.length, self.logits(read, 1))
+        compared = self.comparing(rows) | {"states of the evaluation": self.states(rows)}
+        scored = self.reading(self.models.watched, min(rows, SCORING_ROWS), 0.0)
+        return max(self.sampling(rows), compared, scored, texts, key=total)
 
     # ---- a training pass
 
@@ -235,7 +226,7 @@ class Footprint:
         begin = {
             "activations": rows * kept,
             "copies": self.copies + self.rounded * (head > 0),
-            "logits": self.logits(rows * self.new, copies, grows=True) + exact * self.compared(rows * self.new),
+            "logits": self.logits(rows * self.new, copies, grows=True, compares=exact),
             "gradients": gradients * later,
         }
         model, more = self.policy.model, 0
@@ -245,5 +236,6 @@ class Footprint:
             more += 2 * (self.learning.outside + self.every.layer)
         elif self.place.processes > 1:
             more += max(BUCKET, head)
-        gathered = {"gathered": self.gathered(self.policy)}
-        return gathered | max(begin, {"gradients": gradients + FLOAT * more}, key=total)
+        return {"gathered": self.gathered([self.policy])} | max(
+            begin, {"gradients": gradients + FLOAT * more}, key=total
+        )

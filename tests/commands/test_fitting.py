@@ -140,7 +140,7 @@ def test_each_change_is_the_first_that_suffices(config: TrainConfig) -> None:
 
     def changes(processes: int, share: float) -> list[str] | None:
         one = Place(torch.device("cpu"), 1, 1.0, 16)
-        largest = max(map(total, Footprint(config, models(adapter=False), one).phases().values()))
+        largest = max(map(total, Footprint(config, models(False), one).phases().values()))
         return fitting_changes(config, models, Place(torch.device("cpu"), processes, share * largest / USABLE, 16))
 
     assert changes(1, 1.0) == []
