@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_kl.config.schema import TrainConfig
-from rlhf_kl.distributed import BUCKET
+from rlhf_kl.gradients import BUCKET
 from rlhf_kl.memory import tokens_of_a_pass
 from rlhf_kl.models.engine import MEMORY
 from rlhf_kl.models.logits import can_shift
