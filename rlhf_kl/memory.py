@@ -65,6 +65,18 @@ def free_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def all_memory(device: torch.device, processes: int) -> int:
+    """Bytes of a device like this one for each process; of a CPU's, a part for each."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[1]
+
+    import psutil
+
+    return int(psutil.virtual_memory().total) // processes
+
+
 def kept_per_token(model: Any) -> int:
     """Numbers that a pass with gradients keeps per token, without logits; correct to about a third."""
     shape = model.config.get_text_config()
@@ -75,14 +87,16 @@ def kept_per_token(model: Any) -> int:
 
 
 def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: int = 1) -> int:
-    """Tokens that one training pass has room for, with float32 weights; at least 1.
+    """Tokens that one training pass has room for; at least 1.
 
     `models` of this size take part: two if the value function has its own model. Weights, gradients and Adam's moments
-    take four times the weights; activations of the same size as the weights add little.
+    take four times the weights, which are float32; activations of the same size as the weights add little. Frozen
+    weights are in the type of the pass. In bfloat16 about half of what is kept is float32: the states between layers.
     """
-    weights = int(sum(parameter.numel() for parameter in model.parameters()))
-    room = max(ROOM.get(device.type, ROOM["cpu"]), 4 * models * weights)
-    return max(1, room // (models * kept_per_token(model) * (2 if dtype == "bfloat16" else 4)))
+    size, kept = (2, 3) if dtype == "bfloat16" else (4, 4)  # bytes of a frozen number, and of one that is kept
+    weights = int(sum(p.numel() * (4 if p.requires_grad else size) for p in model.parameters()))
+    room = max(ROOM.get(device.type, ROOM["cpu"]), models * weights)
+    return max(1, room // (models * kept_per_token(model) * kept))
 
 
 # ---- what needs less

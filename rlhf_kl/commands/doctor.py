@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rlhf_kl import ui
-from rlhf_kl.commands.options import Config, Json, Quiet, Seed, Set, Updates, read_config
+from rlhf_kl.commands.options import Config, Json, Quiet, Seed, Set, Updates, byte_count, read_config, read_elsewhere
 from rlhf_kl.shell import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
@@ -26,19 +26,31 @@ def doctor(
         str | None, typer.Option(metavar="FILE", help="Held-out pairs to test the reward model on.")
     ] = None,
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Of the training: whether they can share it.")] = 1,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of the device of a process, such as 80GB: only compute whether it fits."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
     """Check a run before it starts: one line for each check (fine, doubtful or fatal), with advice."""
     from rlhf_kl.commands.stored import check_given
 
-    settings = read_config("train", config, set_, None, seed, updates)
-    check_given({}, "--pairs", pairs, "chosen", settings)  # its errors come before torch is imported
     ui.start(quiet)
-    with ui.progress("loading torch"):
-        from rlhf_kl.commands.findings import run_doctor
+    if device_memory is not None:
+        memory = byte_count("--device-memory", device_memory)
+        planned = read_elsewhere(config, set_, seed, updates)
+        with ui.progress("loading torch"):
+            from rlhf_kl.commands.fitting import run_fitting
 
-    findings = run_doctor(settings, pairs, processes)
+        findings = run_fitting(planned, processes, memory)
+    else:
+        settings = read_config("train", config, set_, None, seed, updates)
+        check_given({}, "--pairs", pairs, "chosen", settings)  # its errors come before torch is imported
+        with ui.progress("loading torch"):
+            from rlhf_kl.commands.findings import run_doctor
+
+        findings = run_doctor(settings, pairs, processes)
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:

@@ -21,6 +21,7 @@ import torch
 
 from rlhf_kl import ui
 from rlhf_kl.clock import peak_memory_mb
+from rlhf_kl.commands.fitting import USABLE, memory_findings
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.reward import EACH
@@ -29,7 +30,7 @@ from rlhf_kl.control.tilt import best_of_n
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop, InputError, MemoryFull, ServiceFailed
 from rlhf_kl.events import UpdateSkipped, worded
-from rlhf_kl.memory import LESS_MEMORY, free_memory, memory_is_full
+from rlhf_kl.memory import LESS_MEMORY, all_memory, free_memory, memory_is_full
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.pretrained import context_length, parameter_count, size_words
 from rlhf_kl.models.tokens import encode_all
@@ -48,6 +49,7 @@ from rlhf_kl.text import duration
 from rlhf_kl.training import sets
 from rlhf_kl.training.device import SLOWER, bfloat16_slowdown, run_device
 from rlhf_kl.training.evaluation import evaluate_policy
+from rlhf_kl.training.footprint import Place
 from rlhf_kl.training.load import Loader
 from rlhf_kl.training.resolved import resolve
 from rlhf_kl.training.setup import Setup, build_setup, start_engine
@@ -55,7 +57,6 @@ from rlhf_kl.training.start import Training, check_sizes, prepare_training
 from rlhf_kl.training.trainer import learning_rate
 from rlhf_kl.types import REWARD, RolloutBatch
 
-SHARE = 0.85  # usable share of the free memory
 PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 SAMPLES = 3  # responses that are shown
@@ -81,7 +82,7 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
         findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)
-        findings += check_updates(config, setup)
+        findings += check_updates(config, setup, processes)
     except InputError as error:
         findings += [Finding("fatal", "config", problem) for problem in error.problems]
     except (GuardStop, ServiceFailed) as error:
@@ -171,8 +172,11 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
 # ---- the update
 
 
-def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
-    """The start of the run and its first update, measured; then the memory of the largest one."""
+def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[Finding]:
+    """The start of the run and its first update, measured; then the memory of the largest one.
+
+    Where there will be several processes, what each needs is computed.
+    """
     began = time.perf_counter()
     seed_libraries(whole.run.seed)
     unsharded = {name: getattr(whole, name).model_copy(update={"shard": False}) for name in ("policy", "reference")}
@@ -210,7 +214,13 @@ def check_updates(whole: TrainConfig, setup: Setup) -> Iterator[Finding]:
     message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield Finding("fine", "time", f"{message}: {run_time(config.updates, every, start, update, evaluation)}")
     yield check_checkpoints(config, training, update)
-    yield check_memory(whole, setup.policy.device, *largest_update(setup, training.trainer, result.rollout))
+    device = setup.policy.device
+    if processes == 1:
+        yield check_memory(whole, device, *largest_update(setup, training.trainer, result.rollout))
+    else:
+        yield from memory_findings(
+            whole, Place(device, processes, all_memory(device, processes), setup.prompts.longest)
+        )
 
 
 def run_time(updates: int, every: int, start: float, update: float, evaluation: float) -> str:
@@ -260,9 +270,9 @@ def largest_update(setup: Setup, trainer: PPOTrainer, first: RolloutBatch) -> tu
 
 
 def check_memory(config: TrainConfig, device: torch.device, peak: int, tokens: float) -> Finding:
-    """Whether the largest update fits, by its peak in one process: of several that shard each holds less."""
+    """Whether the largest update fits, by its peak."""
     own = torch.cuda.memory_reserved(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-    room = int(SHARE * (free_memory(device) + own))
+    room = int(USABLE * (free_memory(device) + own))
     share = "" if config.policy.shard else "policy.shard=true with several processes, "
     return judge("memory", peak=peak / 2**30, room=room / 2**30, tokens=tokens, share=share)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ def local(param: typer.CallbackParam, path: Path | None) -> Path | None:
     return path
 
 
+DATA = ("data.prompts", "eval.prompts", "eval.texts")
 Config = Annotated[
     str, typer.Option("--config", "-c", metavar="FILE", help="YAML: a path, a name in configs/, or a shipped config.")
 ]
@@ -88,10 +90,12 @@ def read_config(
     output_dir: Path | None = None,
     seed: int | None = None,
     updates: int | None = None,
+    *,
+    named: bool = True,
 ) -> Any:
     """The config with the changes of the command line, of which --output-dir, --seed and --updates win.
 
-    Its models and plugins are checked: errors come before torch is imported.
+    Its models and plugins are checked where `named`: errors come before torch is imported.
     """
     from rlhf_kl.config.named import check_named
     from rlhf_kl.config.resolve import load_config
@@ -105,8 +109,32 @@ def read_config(
     config = load_config(kind, file, changes)
     if updates is not None:
         config = load_config(kind, file, [*changes, f"ppo.total_episodes={updates * config.rollout.batch_size}"])
-    check_named(config)
+    if named:
+        check_named(config)
     return config
+
+
+def read_elsewhere(file: str, sets: Sequence[str] | None, seed: int | None, updates: int | None) -> Any:
+    """The config of a run that is planned here: its data, and the weights of its models, may be on another machine."""
+    from rlhf_kl.plugins import GIVEN
+
+    try:
+        return read_config("train", file, sets, None, seed, updates, named=False)
+    except InputError as error:
+        absent = [key for key in DATA if any(line.startswith(f"{key}: ") for line in error.problems)]
+        if len(absent) < len(error.problems):
+            raise
+        sets = [*(sets or []), *(f"{key}={GIVEN}{key}" for key in absent)]
+        return read_config("train", file, sets, None, seed, updates, named=False)
+
+
+def byte_count(option: str, text: str) -> int:
+    """The bytes of `80GB` or `24GiB`. Errors: InputError for anything else."""
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*) ?([MGT])(i?)B", text.strip(), flags=re.IGNORECASE)
+    size = float(found[1]) * (1024 if found[3] else 1000) ** (2 + "MGT".index(found[2].upper())) if found else 0.0
+    if size < 1:
+        raise InputError(f"{option} {text}: must be a size such as 80GB or 24GiB")
+    return int(size)
 
 
 def numbers(option: str, text: str | None, least: float = 0.0) -> list[float]:

@@ -28,6 +28,7 @@ from rlhf_kl.sharding import full, has_shards, names_in_turn
 from rlhf_kl.types import Sampled, Sampling
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, to one of which vLLM rounds up
+MEMORY = 0.3  # of a GPU: the trainer needs the rest
 ENVIRONMENT = {  # set where the user has not
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the weights are in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads stay where they are
@@ -53,7 +54,7 @@ class VLLM:
             os.environ.setdefault(name, value)
         settings = {
             "dtype": str(policy.dtype).removeprefix("torch."),
-            "gpu_memory_utilization": 0.3,  # the trainer needs the rest
+            "gpu_memory_utilization": MEMORY,
             "hf_overrides": {"architectures": [type(policy.base).__name__]},
             "load_format": "dummy",  # the weights come before each rollout
             "logprobs_mode": "processed_logprobs",  # with the temperature

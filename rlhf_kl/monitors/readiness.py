@@ -80,7 +80,7 @@ CHECKS = {
     "checkpoint": Check("checkpoint", "{often}; {count} of them take {need}, of {room} that are free",
         lambda f: f["fits"], change="room on the disk, another run.output_dir or checkpoint.keep=1"),
     "memory": Check("memory", "{peak:.2f} GiB at the peak of an update with {tokens:.0%} of the most tokens possible, "
-        "measured in one process; {room:.1f} GiB to use", lambda f: f["peak"] <= f["room"],
+        "measured; {room:.1f} GiB to use", lambda f: f["peak"] <= f["room"],
         change="a smaller ppo.microbatch_size, {share}policy.lora={{}} or policy.gradient_checkpointing=true"),
 }  # fmt: skip
 

@@ -71,7 +71,7 @@ def usual_interval(size: int, total: int, few: int = 5) -> int:
     return min(few * max(1, math.ceil(size / 5e9)), max(1, math.ceil(total / ABOUT)))
 
 
-def volume(size: int) -> str:
+def volume(size: float) -> str:
     """Bytes in words."""
     return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{math.ceil(size / 1e6)} MB"
 
