@@ -62,13 +62,14 @@ class Setup(RolloutParts):
 def build_setup(resolved: Resolved, device: torch.device) -> Setup:
     """Load everything that the config names, and refuse what cannot work.
 
-    Models that are to be sharded stay on the CPU, see `shard_models`.
+    Models come to the device in the types in which they stay there; those that are to be sharded stay on the CPU, see
+    `shard_models`.
     """
     config = resolved.config
-    loader = Loader(config.run, device, mapped=config.policy.shard)
-    frozen = Loader(config.run, device, mapped=config.reference.shard, given=resolved.given)
+    loader = Loader(config.run, mapped=config.policy.shard)
+    frozen = Loader(config.run, mapped=config.reference.shard, given=resolved.given)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
-    policy, tokenizer = LM(loaded.model.to(loader.device), loader.dtype), loaded.tokenizer
+    policy, tokenizer = LM(loaded.model, loader.dtype), loaded.tokenizer
     reference, is_initial_policy = build_reference(config, frozen, loaded)
     scorers = frozen.scorers(scorers_of(config), config.reward.time_limit)
     prompts, heldout = build_streams(config, resolved.rows, policy.model, tokenizer)
@@ -92,7 +93,7 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
     )
     setup.trunk = value_trunk(setup) if config.critic == "separate" else None
     setup.fingerprints = fingerprints(setup)
-    store_models(config, setup, loader.dtype)
+    place_models(config, setup, device)
     return setup
 
 
@@ -135,11 +136,14 @@ def start_engine(config: TrainConfig, setup: Setup) -> None:
         setup.engine = VLLM(setup.policy, longest, config.rollout.engine_options)
 
 
-def store_models(config: TrainConfig, setup: Setup, dtype: torch.dtype) -> None:
-    """Store frozen layers in the type that they compute in; in a sharded layer, what is trained decides."""
-    policy = [] if config.policy.shard else [setup.policy.model]
-    for each in [*policy, *([] if config.reference.shard else frozen_models(setup))]:
-        store_frozen(each, dtype)
+def place_models(config: TrainConfig, setup: Setup, device: torch.device) -> None:
+    """Store frozen layers in the type that they compute in, then move all to the device; not what will be sharded."""
+    value = [] if setup.trunk is None else [setup.trunk]
+    whole = [] if config.policy.shard else [setup.policy.model, *value]
+    for each in [*whole, *([] if config.reference.shard else frozen_models(setup))]:
+        if each not in value:
+            store_frozen(each, setup.policy.dtype)
+        each.to(device)
 
 
 def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
