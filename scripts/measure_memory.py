@@ -40,6 +40,7 @@ from rlhf_kl.training.world_files import with_files
 ALLOCATOR = {-1: 1 << 16, -3: 1 << 16, -8: 1}  # of malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
 PHASES = {  # by what is called in them
     (loop, "build_setup"): "models loaded",
+    (loop, "shard_models"): "models loaded",
     (Rollouts, "sample"): "sampling",
     (Rollouts, "compare"): "reading",
     (Scorers, "__call__"): "scoring",

@@ -11,6 +11,7 @@ import typer
 
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Config, Json, Quiet, Seed, Set, Updates, byte_count, read_config, read_elsewhere
+from rlhf_kl.errors import InputError
 from rlhf_kl.shell import shell_command
 from rlhf_kl.text import hanging, stdout_width
 
@@ -39,6 +40,8 @@ def doctor(
     ui.start(quiet)
     if device_memory is not None:
         memory = byte_count("--device-memory", device_memory)
+        if pairs is not None:
+            raise InputError("--pairs and --device-memory exclude each other: nothing is loaded to try on pairs")
         planned = read_elsewhere(config, set_, seed, updates)
         with ui.progress("loading torch"):
             from rlhf_kl.commands.fitting import run_fitting

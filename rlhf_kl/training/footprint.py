@@ -91,7 +91,7 @@ class Footprint:
             "training pass": self.training() | ceiling,
             "KL after the update": self.comparing(self.rows) | ceiling,
             "evaluation": self.evaluation(),
-            "checkpoint": {"gathered": float(FLOAT * self.vocabulary * self.hidden * self.shards)},
+            "checkpoint": self.saving(),
         }
         return {name: {part: size for part, size in (rest | parts).items() if size} for name, parts in more.items()}
 
@@ -199,6 +199,12 @@ class Footprint:
         compared = self.comparing(rows) | {"states of the evaluation": self.states(rows)}
         scored = self.reading(self.models.watched, min(rows, SCORING_ROWS), 0.0)
         return max(self.sampling(rows), compared, scored, texts, key=total)
+
+    def saving(self) -> Parts:
+        """Of shards, the largest tensor of `final/`; parts of a checkpoint are copied in the host's memory."""
+        if self.shards and self.place.device.type == "cpu":
+            return {"copy": 3 * (self.trained + self.value)}
+        return {"gathered": float(FLOAT * self.vocabulary * self.hidden * self.shards)}
 
     # ---- a training pass
 

@@ -5,6 +5,7 @@ They are built on the meta device. What a pass keeps is counted in a pass, on te
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -137,6 +138,8 @@ def kept_by_pass(ref: str, kind: Any, remote_code: bool, dtype: torch.dtype, len
             trunk.base.base_model(input_ids=ids, use_cache=True)  # else they get a mask that a run leaves out
         return sum(storage.nbytes() for number, storage in found.items() if number not in own)
 
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    logger.disabled = True  # it shows the errors that are caught here
     try:
         with torch.device("cpu"), FakeTensorMode():
             trunk = Trunk(build(ref, kind, remote_code), dtype)
@@ -144,3 +147,5 @@ def kept_by_pass(ref: str, kind: Any, remote_code: bool, dtype: torch.dtype, len
     except Exception:  # of layers that look at numbers, as experts do: roughly
         with torch.device("meta"):
             return length * kept_per_token(build(ref, kind, remote_code)) * dtype.itemsize
+    finally:
+        logger.disabled = False

@@ -100,9 +100,10 @@ def test_a_wrong_plan_is_told(planned: Planned, rlhf_kl: Cli, tmp_path: Path) ->
         outcome = rlhf_kl("doctor", "--config", "smoke.yaml", f"--device-memory={nonsense}")
         assert outcome.code == 2, nonsense
         assert "--device-memory" in outcome.err
-    outcome = rlhf_kl("doctor", "--config", "smoke.yaml", "--device-memory", "24GB", "--set", "ppo.gama=1")
-    assert outcome.code == 2
-    assert "ppo.gama" in outcome.err
+    for words, named in ((("--set", "ppo.gama=1"), "ppo.gama"), (("--pairs", "p.jsonl"), "--pairs")):
+        outcome = rlhf_kl("doctor", "--config", "smoke.yaml", "--device-memory", "24GB", *words)
+        assert outcome.code == 2
+        assert named in outcome.err
 
 
 @pytest.mark.parametrize(

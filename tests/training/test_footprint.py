@@ -109,7 +109,8 @@ def test_shards_divide_what_is_trained_and_gather_one_layer(planned: Any) -> Non
     assert found["training pass"]["gathered"] == 4 * (2 * LAYER + ROOT)
     # Own gradients, and whole ones of the largest layer and of the root, with what is sent of them.
     assert found["training pass"]["gradients"] == 2 * ALL + 4 * 2 * (LAYER + ROOT)
-    assert found["checkpoint"]["gathered"] == 4 * 32 * 8
+    assert found["checkpoint"] == rest | {"copy": 3 * 2 * ALL}  # on a CPU in this memory
+    assert planned(sharded, processes=2, device=GPU)["checkpoint"] == rest | {"gathered": 4 * 32 * 8}
     eight = planned(sharded, processes=4)
     assert eight["at rest"]["moments"] == 2 * ALL
 
@@ -200,10 +201,13 @@ def test_what_a_pass_keeps_is_what_autograd_keeps(kind: str, off: float, dtype: 
     assert found == pytest.approx(really_kept(model, dtype, 3) - really_kept(model, dtype, 2), rel=off)
 
 
-def test_an_architecture_that_looks_at_numbers_is_counted_roughly(tmp_path: Path) -> None:
+def test_an_architecture_that_looks_at_numbers_is_counted_roughly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     experts = {"model_type": "mixtral", "num_local_experts": 2}
     found = kept_by_pass(write_shape(tmp_path / "moe", **experts), AutoModelForCausalLM, False, torch.float32, 6)
-    assert found > 0
+    assert found == 6 * 4 * 2 * 18 * 8  # tokens, bytes, layers, and 18 hidden sizes: see `kept_per_token`
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_sizes_of_a_model(tmp_path: Path) -> None:
