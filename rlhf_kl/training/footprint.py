@@ -80,8 +80,6 @@ class Footprint:
         """By name, the parts of each."""
         rest, ceiling = self.rest(), {"ceiling": self.kept_by_ceiling()}
         loaded = {"moments": 0.0, "states": 0.0, "engine": 0.0}
-        loaded |= {} if self.shards else {"weights": float(FLOAT * self.head.parameters)}  # they arrive in float32
-        loaded |= {} if self.apart else {"frozen models": self.frozen(FLOAT)}
         more: dict[str, Parts] = {
             "models loaded": loaded,
             "at rest": {},
