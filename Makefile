@@ -61,9 +61,12 @@ test: $(DEV_READY)  ## the fast tests (a minute and a half on two cores)
 	$(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, recipes, families (ten minutes)
-	$(PY) -m pytest -n 2 --dist loadfile -m slow
+	$(PY) -m pytest -n 2 --dist loadfile -m "slow and not rare"
 
-test-all: test test-slow  ## both
+test-rare: $(DEV_READY)  ## a job on Slurm's stand-ins that is preempted three times (two minutes)
+	$(PY) -m pytest -m rare
+
+test-all: test test-slow test-rare  ## all of these
 
 test-newest:  ## the fast tests with the newest versions that pyproject allows, in an environment of its own (minutes)
 	@test -x $(NEWEST) || $(BASE_PYTHON) -m venv .venv-newest
@@ -160,4 +163,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-newest .venv-wheel .venv-trl-* .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: world check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-all test-integrations test-vllm test-wheel lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: world check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-rare test-all test-integrations test-vllm test-wheel lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean

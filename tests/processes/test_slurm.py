@@ -133,6 +133,7 @@ def whole(together: Make, tiny_settings: dict[str, Any], tmp_path_factory: pytes
     return place / "run"
 
 
+@pytest.mark.rare
 def test_a_job_that_is_preempted_three_times_ends_as_one_that_is_not(
     tiny_settings: dict[str, Any], tmp_path: Path, port: int, whole: Path
 ) -> None:
