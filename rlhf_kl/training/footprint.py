@@ -62,9 +62,9 @@ class Footprint:
         self.shards, self.apart = config.policy.shard, config.reference.shard
         self.rows, self.new = config.rollout.batch_size // place.processes, config.rollout.max_new_tokens
         self.length = place.prompt + self.new
-        self.every, self.learning = Sizes.of(model), Sizes.of(model, trained=True)
+        self.every, self.learning = self.policy.every, self.policy.learning
         self.head = Head(lambda x: x, self.vocabulary, self.every.inside + self.every.outside)
-        value = Sizes() if models.value is None else Sizes.of(models.value.model)
+        value = Sizes() if models.value is None else models.value.every
         parts = place.processes if self.shards else 1
         self.value = FLOAT * (value.inside + value.outside) / parts  # its weights, and its gradients
         self.trained = FLOAT * (self.learning.inside + self.learning.outside) / parts  # the same of the policy
@@ -122,7 +122,7 @@ class Footprint:
         """Models that are only read, `size` bytes a number in the layers; all else is whole and float32."""
         models = [self.models.reference, *self.models.rewards, *self.models.watched]
         parts = self.place.processes if self.apart else 1
-        sizes = [Sizes.of(each.model) for each in models if each is not None]
+        sizes = [each.every for each in models if each is not None]
         return sum((size * each.inside / parts + FLOAT * each.outside for each in sizes), 0.0)
 
     def states(self, rows: int) -> float:
@@ -158,7 +158,7 @@ class Footprint:
     def gathered(self, read: Sequence[Outline]) -> float:
         """Two layers of sharded models that are read, this one and the next; embeddings and head of the policy."""
         found = [each for each in read if (self.shards if each is self.policy else self.apart)]
-        layers = max((Sizes.of(each.model).layer for each in found), default=0)
+        layers = max((each.every.layer for each in found), default=0)
         return float(2 * self.size * layers + FLOAT * self.every.outside * (self.policy in found))
 
     def sampling(self, rows: int) -> Parts:

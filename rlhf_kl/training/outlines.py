@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,16 @@ class Outline:
 
     model: Any
     kept: float
+
+    @cached_property
+    def every(self) -> Sizes:
+        """All its parameters."""
+        return Sizes.of(self.model)
+
+    @cached_property
+    def learning(self) -> Sizes:
+        """Those that learn."""
+        return Sizes.of(self.model, trained=True)
 
     @property
     def shape(self) -> Any:

@@ -94,6 +94,7 @@ def test_prompts_that_are_here_are_measured(rlhf_kl: Cli) -> None:
 def test_a_wrong_plan_is_told(planned: Planned, rlhf_kl: Cli, tmp_path: Path) -> None:
     assert planned("24GB", "policy.shard=true", code=2)["config"][0].level == "fatal"  # in one process
     assert planned("24GB", processes=7, code=2)["config"]  # which do not divide the batch
+    assert "policy.model" in planned("24GB", "policy.model=owner/not-in-the-cache", code=2)["config"][0].text
     (tmp_path / "model" / "config.json").write_text("{}")
     assert "policy.model" in planned("24GB", code=2)["config"][0].text
     for nonsense in ("80", "a lot", "-1GB", "0GB", "80GBs", "GB"):
