@@ -83,7 +83,8 @@ def memory_findings(config: TrainConfig, place: Place) -> Iterator[Finding]:
     if not fits(sums):
         found = fitting_changes(config, models, place)
         change = "more devices, larger ones, or a smaller model" if found is None else ", ".join(found)
-    where = f"{place.processes} process{'es' * (place.processes > 1)} with {volume(place.memory)} each, of which {USABLE:.0%} are to use"
+    count = f"{place.processes} process{'es' * (place.processes > 1)}"
+    where = f"{count} with {volume(place.memory)} each, of which {USABLE:.0%} are to use"
     yield Finding("fine", "memory", f"computed for {where}, {place.prompt} + {new} tokens, {config.run.dtype}")
     if sums.engine_needs > sums.engine:
         text = f"the engine needs {sums.engine_needs:.0%} of a device, and has {sums.engine:.0%}"
