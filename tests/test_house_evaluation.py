@@ -31,7 +31,7 @@ PACKAGE = Path(rlhf_kl.__file__).parent
 SHARED = ("models/", "ops/", "rewards/", "data/", "distributed.py", "types.py", "ppo/rollout.py", "ppo/states.py")
 PASSES_ON = {"Ranks.each", "Ranks.run"}  # they call back
 PROMPT = "ddc"
-MOST_STAYS, MOST_ROOMS = 15, 7
+MOST_STAYS, MOST_ROOMS = 19, 7
 
 
 def holds(x: Any, ids: list[int], depth: int = 6) -> bool:

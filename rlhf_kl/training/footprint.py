@@ -128,11 +128,15 @@ class Footprint:
     def states(self, rows: int) -> float:
         """What is kept of frozen models at the states of so many responses: see `ppo.states`."""
         tokens = rows * self.new
-        numbers = tokens * (self.hidden + self.vocabulary * (tokens <= self.head.chunk(self.place.device)))
+        numbers = tokens * (self.hidden + self.vocabulary * self.keeps_logits(rows))
         if self.config.critic == "features":
             others = sum(int(each.shape.hidden_size) for each in self.models.rewards)
             numbers += tokens * (self.hidden + others) + rows * self.length * others
         return float(FLOAT * numbers)
+
+    def keeps_logits(self, rows: int) -> bool:
+        """Whether the reference's logits at so many responses are kept."""
+        return rows * self.new <= self.head.chunk(self.place.device)
 
     def kept_by_ceiling(self) -> float:
         """The weights of before an update, where the way from the reference is not known."""
@@ -184,8 +188,10 @@ class Footprint:
         """Policy, reference and value at the sampled tokens."""
         read = [each for each in (self.policy, self.models.reference, self.models.value) if each is not None]
         most = PASS_TOKENS.get(self.place.device.type, PASS_TOKENS["cpu"]) // self.length
-        rows = min(rows, PASS_ROWS, max(1, most))
-        return self.reading(read, rows, self.logits(rows * self.new, 2, compares=True))
+        together = min(rows, PASS_ROWS, max(1, most))
+        tokens = together * self.new  # those of the policy in chunks; those of the reference too, if they are not kept
+        logits = self.logits(tokens, 1, compares=True) + self.logits(tokens, 1, grows=self.keeps_logits(rows))
+        return self.reading(read, together, logits)
 
     def evaluation(self) -> Parts:
         """The largest of: responses are drawn, compared and scored; texts are read."""

@@ -91,6 +91,20 @@ def test_a_whole_model_in_one_process(planned: Any) -> None:
     assert found["evaluation"] == REST | texts
 
 
+def test_logits_exist_in_chunks_unless_those_of_the_reference_are_kept(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 8 tokens; of 26 where they grow with the model, so of 32 tokens nothing is kept; or of 53."""
+    monkeypatch.setattr("rlhf_kl.ops.head.LOGIT_ELEMENTS", {"cpu": 8 * 32, "cuda": 64 * 32})
+    found = planned()
+    assert found["at rest"] == REST | {"states": 4 * 32 * 8}
+    assert found["reading"]["logits"] == (8 + 8 + 6 * 32) * LOGITS
+    monkeypatch.setattr("rlhf_kl.ops.head.PER_PARAMETER", 1.0)
+    found = planned()
+    assert found["at rest"] == REST
+    assert found["reading"]["logits"] == (8 + 32 + 6 * 32) * LOGITS
+
+
 def test_gradients_count_where_they_are_more(planned: Any) -> None:
     """With passes of one row a pass finds the gradients of another one; with many rows the end is the larger moment."""
     one = planned({"ppo": {"advantage": "rloo", "microbatch_size": 1}})["training pass"]
