@@ -146,7 +146,7 @@ def test_pauses_grow(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         reward(server.url, retries=4)(batch("a"))
     times = [request.time for request in server.requests]
     gaps = [after - before for before, after in itertools.pairwise(times)]
-    assert all(least <= gap < least + 0.25 for gap, least in zip(gaps, (0.05, 0.15, 0.3, 0.3), strict=True)), gaps
+    assert all(gap >= least for gap, least in zip(gaps, (0.05, 0.15, 0.3, 0.3), strict=True)), gaps
 
 
 # ---- what does not
