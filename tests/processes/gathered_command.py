@@ -1,6 +1,7 @@
 """Runs one command line in every process of a group; at its end the first one tells how many layers were whole at once.
 
-Of the layers of all sharded models: in passes of sampling, in others without gradients, and in those of training.
+Of the layers of all sharded models: in passes of sampling, in others without gradients, and in those of training. And
+how many passes FSDP still remembers. With OLD=1 it is as in torch before 2.13, where it does not forget them itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from rlhf_kl import cli, sharding
 from rlhf_kl.models.lm import LM
@@ -42,7 +44,11 @@ if __name__ == "__main__":
             samples[0] = False
 
     sharding.shard, LM.sample = noting, sampling  # type: ignore[assignment, method-assign]
+    if os.environ["OLD"] == "1":
+        del FSDPModule.reset_iter_state
     code = cli.run(sys.argv[1:])
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
+    kept = sum(len(group.comm_ctx.post_forward_order) + len(group._post_forward_indices) for group in groups)
     if os.environ["RANK"] == "0":
-        print(f"of {len(layers)} layers: {dict(sorted(most.items()))}")
+        print(f"of {len(layers)} layers: {dict(sorted(most.items()))}; {kept} passes remembered")
     sys.exit(code)
