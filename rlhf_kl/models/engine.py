@@ -69,10 +69,11 @@ class VLLM:
             policy.base.config.save_pretrained(folder)
             from vllm import LLM
 
-            self.takes_adapters = has_adapter(policy.model) and takes_adapters(type(policy.base).__name__)
+            ranks = [config.r for config in policy.model.peft_config.values()] if has_adapter(policy.model) else [0]
+            room = next((size for size in RANKS if size >= max(ranks)), None)
+            self.takes_adapters = max(ranks) > 0 and room is not None and takes_adapters(type(policy.base).__name__)
             if self.takes_adapters:
-                rank = max(int(config.r) for config in policy.model.peft_config.values())
-                settings |= {"enable_lora": True, "max_lora_rank": next(size for size in RANKS if size >= rank)}
+                settings |= {"enable_lora": True, "max_lora_rank": room}
             try:
                 self.llm = LLM(folder, **(settings | dict(options)))
             except (TypeError, ValueError) as error:

@@ -142,4 +142,5 @@ def row_texts(folder: Path) -> list[Any]:
 @pytest.mark.parametrize("variant", ["gae", "sharded-adapter"])
 def test_texts_do_not_depend_on_the_number_of_processes(runs: dict[str, tuple[Path, Path]], variant: str) -> None:
     one, two = map(row_texts, runs[variant])
+    assert one
     assert one == two
