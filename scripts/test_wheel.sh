@@ -37,6 +37,7 @@ check simulate
 check train --config smoke.yaml --quiet
 check train --config smoke.yaml --quiet --seed 1 --output-dir runs/other
 check doctor --config smoke.yaml --quiet
+check doctor --config smoke.yaml --processes 8 --device-memory 24GB --quiet
 check eval
 check report
 check generate --prompt "The hotel"

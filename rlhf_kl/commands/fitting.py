@@ -85,7 +85,11 @@ def memory_findings(config: TrainConfig, place: Place) -> Iterator[Finding]:
         change = "more devices, larger ones, or a smaller model" if found is None else ", ".join(found)
     devices = f"{place.processes} process{'es' * (place.processes > 1)} with {volume(place.memory)} each"
     where = f"{devices}, of which {USABLE:.0%} are to use"
-    yield Finding("fine", "memory", f"computed for {where}, {place.prompt} + {new} tokens, {config.run.dtype}")
+    text = f"computed for {where}, {place.prompt} + {new} tokens, {config.run.dtype}"
+    yield Finding("fine", "memory", text)
+    if sums.policy.rough:
+        text = f"what passes of a {sums.policy.shape.model_type} model keep is a rough estimate"
+        yield Finding("doubtful", "memory", text, "leave room for twice the activations")
     if sums.engine_needs > sums.engine:
         text = f"the engine needs {sums.engine_needs:.0%} of a device, and has {sums.engine:.0%}"
         yield Finding("fatal", "memory", text, change)

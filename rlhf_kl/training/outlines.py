@@ -58,6 +58,7 @@ class Outline:
 
     model: Any
     kept: float
+    rough: bool = False  # `kept` is an estimate
 
     @cached_property
     def every(self) -> Sizes:
@@ -98,12 +99,12 @@ def outlines(config: TrainConfig, prompt: int) -> Outlines:
 
     def outline(key: str, ref: str, kind: Any = AutoModelForCausalLM) -> Outline:
         with blame(key), torch.device("meta"):
-            return Outline(build(ref, kind, remote), kept_by_pass(ref, kind, remote, dtype, length))
+            return Outline(build(ref, kind, remote), *kept_by_pass(ref, kind, remote, dtype, length))
 
     policy, adapted = outline("policy.model", section.model), is_adapter(section.model)
     if adapted and section.lora is None:  # it is trained further; its rank hardly counts
         section = section.model_copy(update={"lora": LoraSection()})
-    policy = Outline(tuned(policy.model, section, section.model, config.run.seed), policy.kept)
+    policy = Outline(tuned(policy.model, section, section.model, config.run.seed), policy.kept, policy.rough)
     starts = [None, section.model, *([adapter_base(section.model)] if adapted else [])]
     ref, reference, value = config.reference.model, None, None
     if ref not in starts or not has_adapter(policy.model):
@@ -112,7 +113,7 @@ def outlines(config: TrainConfig, prompt: int) -> Outlines:
     scorers = {key: outline(f"{key}.model", ref, AutoModelForSequenceClassification) for key, ref in models.items()}
     if config.critic == "separate":  # `value_trunk` compares their tokens too
         start = scorers.get(REWARD) or outline("policy.model", section.model)
-        value = Outline(start.model.base_model, start.kept)
+        value = Outline(start.model.base_model, start.kept, start.rough)
     rewards = [each for key, each in scorers.items() if key.startswith(REWARD)]
     return Outlines(policy, reference, value, rewards, [each for each in scorers.values() if each not in rewards])
 
@@ -132,8 +133,8 @@ def build(ref: str, kind: Any, remote_code: bool) -> Any:
 
 
 @cache
-def kept_by_pass(ref: str, kind: Any, remote_code: bool, dtype: torch.dtype, length: int) -> float:
-    """Bytes that a pass of the layers keeps of a row of `length` tokens for its backward pass."""
+def kept_by_pass(ref: str, kind: Any, remote_code: bool, dtype: torch.dtype, length: int) -> tuple[float, bool]:
+    """Bytes that a pass of the layers keeps of a row of `length` tokens for its backward pass, and whether roughly."""
 
     def kept(rows: int) -> int:
         own = {p.untyped_storage()._cdata for p in trunk.parameters()}
@@ -153,9 +154,9 @@ def kept_by_pass(ref: str, kind: Any, remote_code: bool, dtype: torch.dtype, len
     try:
         with torch.device("cpu"), FakeTensorMode():
             trunk = Trunk(build(ref, kind, remote_code), dtype)
-            return kept(2) - kept(1)  # without copies of weights
+            return kept(2) - kept(1), False  # without copies of weights
     except Exception:  # of layers that look at numbers, as experts do: roughly
         with torch.device("meta"):
-            return length * kept_per_token(build(ref, kind, remote_code)) * dtype.itemsize
+            return length * kept_per_token(build(ref, kind, remote_code)) * dtype.itemsize, True
     finally:
         logger.disabled = False

@@ -70,6 +70,14 @@ def test_a_small_model_fits_and_each_phase_is_told(planned: Planned) -> None:
     assert "32 + 48 tokens" in known["memory"][0].text
 
 
+def test_an_estimate_is_called_one(planned: Planned, tmp_path: Path) -> None:
+    """Of experts, which look at numbers."""
+    shape = SHAPE | {"model_type": "mixtral", "num_local_experts": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    (told,) = [each for each in planned("24GB")["memory"] if each.level == "doubtful"]
+    assert "mixtral" in told.text
+
+
 def test_what_does_not_fit_is_fatal_with_the_key_to_change(planned: Planned) -> None:
     found = planned("250MB", "data.first_tokens=64", "run.device=cpu", code=2)["memory"]
     fatal = [each for each in found if each.level == "fatal"]
@@ -101,7 +109,12 @@ def test_a_wrong_plan_is_told(planned: Planned, rlhf_kl: Cli, tmp_path: Path) ->
         outcome = rlhf_kl("doctor", "--config", "smoke.yaml", f"--device-memory={nonsense}")
         assert outcome.code == 2, nonsense
         assert "--device-memory" in outcome.err
-    for words, named in ((("--set", "ppo.gama=1"), "ppo.gama"), (("--pairs", "p.jsonl"), "--pairs")):
+    share = "rollout.engine_options={gpu_memory_utilization: a lot}"
+    for words, named in (
+        (("--set", "ppo.gama=1"), "ppo.gama"),
+        (("--pairs", "p.jsonl"), "--pairs"),
+        (("--set", "rollout.engine=vllm", "--set", share), "gpu_memory_utilization"),
+    ):
         outcome = rlhf_kl("doctor", "--config", "smoke.yaml", "--device-memory", "24GB", *words)
         assert outcome.code == 2
         assert named in outcome.err

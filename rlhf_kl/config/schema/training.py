@@ -115,8 +115,11 @@ class RolloutSection(Section):
     """
 
     @model_validator(mode="after")
-    def _divides(self) -> Self:
+    def _agrees(self) -> Self:
         require_divides("rollout.samples_per_prompt", self.samples_per_prompt, "rollout.batch_size", self.batch_size)
+        share = self.engine_options.get("gpu_memory_utilization", 1)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            refuse(f"rollout.engine_options.gpu_memory_utilization: {share!r} is no share of a GPU, such as 0.3")
         return self
 
 
