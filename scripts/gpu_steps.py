@@ -210,8 +210,8 @@ def equal_texts(args: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {"texts": len(pairs)}
     exact = None
     for device, dtype in product(dict.fromkeys(("cpu", args.device)), DTYPES):
-        models = [LM(model.to(device), getattr(torch, dtype)) for model in (policy, reference)]
-        kl = kl_of(*models, [a + b for a, b in pairs], [len(a) for a, _ in pairs], device)
+        ours, theirs = (LM(model.to(device), getattr(torch, dtype)) for model in (policy, reference))
+        kl = kl_of(ours, theirs, [a + b for a, b in pairs], [len(a) for a, _ in pairs], device)
         exact = kl if exact is None else exact
         gaps = (kl - exact).abs()
         found[f"{device} {dtype}"] = {"kl": float(kl.mean()), "over_float32_on_cpu": float(kl.mean() / exact.mean())}
