@@ -118,10 +118,12 @@ def random_world(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
     model = new_gpt2(**shape, context=1024, tokenizer=tokenizer, seed=0) if "layers" in shape else shaped(shape)
-    folders = write_models(model, tokenizer, place)
-    if reward is not None:
+    if reward is None:
+        folders = write_models(model, tokenizer, place)
+    else:
+        save_model(model, tokenizer, place / "policy")
         write_models(shaped({"vocab_size": len(words)} | reward), tokenizer, place / "scorer")
-        folders = folders[0], place / "scorer" / "reward"
+        folders = place / "policy", place / "scorer" / "reward"
     return World(*folders, write_prompts(place / "prompts.jsonl", len(words), lengths), **sizes)
 
 

@@ -3,7 +3,7 @@
 Every step of `STEPS` runs in a process of its own (`gpu_steps.py` says what it measures) and is written to report.json
 as soon as it ends, so that all may be cut off at any moment, by `kill -9` too. A step that fails leaves its error, and
 the next one goes on. One that is expected to take longer than what is left of --minutes is left out, and the report
-says so. Called again, it makes what is missing in FOLDER: steps never begun first, then those that failed.
+says so. Called again, it makes what is missing in FOLDER: steps never ended first, then those that failed.
 
     make gpu-kit                            before, where there is a network: packages and weights into gpu-kit/
     python scripts/gpu_report.py            there; of gpu-kit/ it takes what there is
@@ -70,7 +70,7 @@ STEPS = {  # the first are worth most
 GAINS = {  # what a path gains: an update's seconds in the first step over those in the second
     "graphs": ("without_graphs", "paths"),
     "head in half precision": ("without_head", "paths"),
-    "bfloat16 over float16": ("float16", "paths"),
+    "its dtype over float16": ("float16", "paths"),
     "shared prompts": ("without_shared_prompts", "paths"),
     "shared prompts of 256 tokens": ("long_prompts_without_shared_prompts", "long_prompts"),
     "ready masks, without graphs": ("without_ready_masks", "without_graphs"),
@@ -144,7 +144,7 @@ def attempt(name: str, args: argparse.Namespace, limit: float) -> dict[str, Any]
 
 
 def order(names: Sequence[str], done: dict[str, Any]) -> list[str]:
-    """What is missing: steps never begun, then those that failed; the machine is asked each time."""
+    """What is missing: steps that never ended, then those that failed; the machine is asked each time."""
     failed = [name for name in names if "error" in done.get(name, {})]
     return [name for name in names if name not in done or name == "machine"] + [n for n in failed if n != "machine"]
 
@@ -169,8 +169,9 @@ class Report:
         self.files = [folder / "report.json", *([copy / "report.json"] if copy and copy != folder else [])]
         known = read(self.files[0])
         self.done: dict[str, Any] = known.get("steps", {})
-        if begun := known.get("running"):  # when all was cut off
-            self.done[begun] = read(folder / f"{begun}.json") or {"error": "cut off"}
+        if begun := known.get("running"):  # when all was cut off, perhaps just after its result was written
+            self.done.pop(begun, None)
+            self.done |= {begun: found} if (found := read(folder / f"{begun}.json")) else {}
         self.left_out: dict[str, str] = {}
 
     def save(self, running: str | None = None) -> None:
@@ -246,7 +247,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=f"of {', '.join(STEPS)}")
     add("--rehearse", action="store_true", help="on the CPU, with a tenth of the sizes")
     add("--model", default=MODEL, help="a chat model's folder, for KL and texts")
-    add("--dtype", default="bfloat16", help="float32 where a GPU has no bfloat16")
+    add("--dtype", help="of all runs but those that say so; default: bfloat16, or float16 where a GPU has none")
     add("--peer-python", default=str(TRL), help="of an environment with TRL; the kit's TRL comes first")
     add("--kit", type=Path, default=ROOT / "gpu-kit", help="packages and weights, by `make gpu-kit`")
     args = parser.parse_args(words)

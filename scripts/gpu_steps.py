@@ -139,7 +139,8 @@ def beside(args: Settings, *sides: str) -> dict[str, Any]:
     folder, options = Path(args.folder, "worlds"), {"updates": args.timed_updates, "batch": args.batch}
     options |= {"max-new-tokens": args.length, "layers": args.layers, "vocabulary": args.vocabulary}
     words = [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
-    words += ["--model", "smollm2", "--device", args.device, "--dtype", args.dtype, "--peer-python", args.peer_python]
+    dtype = "float32" if args.dtype == "float16" else args.dtype  # as the peer has none
+    words += ["--model", "smollm2", "--device", args.device, "--dtype", dtype, "--peer-python", args.peer_python]
     run_alone([sys.executable, "scripts/bench_groups.py", str(folder), *words, "--sides", *sides])
     found = dict(json.loads((folder / "bench_groups.json").read_text(encoding="utf-8"))["summary"])
     if len(sides) > 1:
@@ -262,6 +263,8 @@ def main() -> None:
     args = Settings(**json.loads(options))
     for key, size in (TENTH if args.rehearse else WHOLE).items():
         setattr(args, key, size)
+    emulated = args.device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    args.dtype = args.dtype or ("float16" if emulated else "bfloat16")
     os.chdir(ROOT)
     write_json(Path(args.folder, f"{name}.json"), {"machine": machine(), "result": RUNS[name](args)})
 
