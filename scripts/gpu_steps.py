@@ -49,7 +49,7 @@ from rlhf_kl.run.log import read_jsonl, write_json
 
 Settings = SimpleNamespace
 WHOLE = {"updates": 60, "timed_updates": 12, "batch": 64, "length": 48, "layers": None, "vocabulary": None}
-TENTH = {"updates": 6, "timed_updates": 4, "batch": 8, "length": 8, "layers": 2, "vocabulary": 5000}
+TENTH = {"updates": 6, "timed_updates": 4, "batch": 8, "length": 8, "layers": 1, "vocabulary": 5000}
 GROUP = MINIBATCHES = 4  # as bench_groups.py has them
 TEXTS = 4  # that are shown, of the start and of the end
 DTYPES = ("float32", "bfloat16", "float16")
