@@ -47,7 +47,7 @@ class Expected(NamedTuple):
 STEPS = {  # the first are worth most
     "machine": Expected(15, 15),
     "weights": Expected(40, 40),
-    "smollm2": Expected(100, 60),
+    "smollm2": Expected(100, 90),
     "rloo": Expected(60, 60),
     "trl_rloo": Expected(60, 60),
     "gemma3": Expected(50, 30),
@@ -57,7 +57,7 @@ STEPS = {  # the first are worth most
     "without_graphs": Expected(40, 30),
     "without_head": Expected(35, 30),
     "float16": Expected(35, 30),
-    "equal_texts": Expected(40, 30),
+    "equal_texts": Expected(40, 60),
     "smollm2_seeds": Expected(150, 90),
     "without_shared_prompts": Expected(35, 30),
     "without_ready_masks": Expected(40, 30),

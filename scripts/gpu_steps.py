@@ -52,6 +52,7 @@ WHOLE = {"updates": 60, "timed_updates": 12, "batch": 64, "length": 48, "layers"
 TENTH = {"updates": 6, "timed_updates": 4, "batch": 8, "length": 8, "layers": 1, "vocabulary": 5000}
 GROUP = MINIBATCHES = 4  # as bench_groups.py has them
 TEXTS = 4  # that are shown, of the start and of the end
+READ = 16  # texts of which the KL is compared: a CPU is slow in float16
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -206,7 +207,7 @@ def equal_texts(args: Settings) -> dict[str, Any]:
     start = args.model if Path(args.model).is_dir() else str(world_file("builtin:reviews", "policy"))
     policy, reference = (load_causal_lm(str(place)) for place in (folder / "final", start))
     encode = load_tokenizer(str(start))
-    rows = [row for row in read_jsonl(folder / "samples.jsonl") if row["prompt"] and row["response"]]
+    rows = [row for row in read_jsonl(folder / "samples.jsonl") if row["prompt"] and row["response"]][-READ:]
     pairs = [[encode(row[part])["input_ids"] for part in ("prompt", "response")] for row in rows]
     found: dict[str, Any] = {"texts": len(pairs)}
     exact = None
