@@ -333,14 +333,11 @@ def test_shared_prompts_off(new_model: Make, switch: Callable[[str], None], rows
 
 
 @pytest.mark.slow
-def test_steps_of_a_rehearsal(tmp_path: Path) -> None:
+def test_steps_of_a_rehearsal(modules: SimpleNamespace, tmp_path: Path) -> None:
     """The built-in world is trained, and a shape without a path."""
-    command = [sys.executable, str(SCRIPTS / "gpu_report.py"), "--rehearse", "--out", str(tmp_path), "--model", "none"]
-    command += ["--kit", str(tmp_path / "none"), "--steps", "smollm2", "without_graphs", "--minutes", "9"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    steps = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["steps"]
-    trained = steps["smollm2"]["result"]
-    assert len(trained["kl/token by update"]) == trained["updates"] == 6
+    sizes = modules.gpu_steps.TENTH | {"updates": 3, "timed_updates": 3}
+    args = SimpleNamespace(folder=tmp_path, model="none", device="cpu", dtype="bfloat16", rehearse=True, **sizes)
+    trained, measured = (modules.gpu_steps.RUNS[name](args) for name in ("smollm2", "without_graphs"))
+    assert len(trained["kl/token by update"]) == trained["updates"] == 3
     assert trained["texts"][0]["response"]
-    assert steps["without_graphs"]["result"]["step_s"] > 0
+    assert measured["step_s"] > 0
