@@ -81,8 +81,8 @@ class GradientSum:
 class LossScale:
     """A factor of the loss, by the rule of `torch.amp.GradScaler`: layers in float16 would round small gradients to 0.
 
-    A step whose gradients overflow is left out, and halves it. The joint norm over all processes says so: it is the same
-    on all of them, with weights in shards too. Nothing waits for the device before `read`.
+    A step whose gradients overflow is left out, and halves it. The joint norm over all processes says so, so it is the
+    same on all of them, with weights in shards too. Nothing waits for the device before `read`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +90,8 @@ class LossScale:
 
     def __call__(self, loss: Tensor) -> Tensor:
         """What is differentiated in place of the loss."""
-        return loss * self.factor
+        scaled: Tensor = loss * self.factor
+        return scaled
 
     def remove(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give parameters the gradients of the loss itself."""

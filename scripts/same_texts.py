@@ -43,13 +43,12 @@ def rows(dtype: str, changes: list[str], updates: int) -> dict[str, list[dict[st
     """The rows of both."""
     found: dict[str, list[dict[str, Any]]] = {"float32": [], dtype: []}
     trainers = {name: training(name, changes, updates).trainer for name in found}
-    first, second = trainers.values()
-    sample = first.rollouts.sample
+    sample = trainers["float32"].rollouts.sample
     for step in range(1, updates + 1):
         responses, sampled = sample(step)
-        first.rollouts.sample = lambda _, drawn=(responses, sampled): drawn
-        second.rollouts.sample = lambda _, drawn=(responses, sampled._replace(states=None)): drawn
+        drawn = {"float32": (responses, sampled), dtype: (responses, sampled._replace(states=None))}
         for name, trainer in trainers.items():
+            trainer.rollouts.sample = lambda _, mine=drawn[name]: mine
             began = time.perf_counter()
             update = trainer.update(step)
             found[name].append(update_row(update, trainer.settings) | {"seconds": time.perf_counter() - began})

@@ -2,7 +2,7 @@
 
 Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16 or float16; their
 hidden states become float32, and the LM head runs outside of autocast: the logits of a real model are far from 0
-(GPT-2's near -70), where bfloat16 has steps of 0.5 (see `logits`). Nothing holds all logits of a batch (see `ops.head`).
+(GPT-2's near -70), where bfloat16 has steps of 0.5 (see `logits`). Nothing holds all logits of a batch (`ops.head`).
 """
 
 from __future__ import annotations

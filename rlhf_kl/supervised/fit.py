@@ -94,11 +94,15 @@ class SupervisedTrainer:
             overflowed = overflows > 0 and math.isfinite(sums["train/loss"])
         self.skipped = 0 if math.isfinite(norm) or overflowed else self.skipped + 1
         self.events = [StepSkipped()] if self.skipped else []
-        return {name: value / weight for name, value in sums.items()} | scaling | {
-            "step": step,
-            "train/grad_norm": norm,
-            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
-        }
+        return (
+            {name: value / weight for name, value in sums.items()}
+            | scaling
+            | {
+                "step": step,
+                "train/grad_norm": norm,
+                "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+            }
+        )
 
     def backward(self, rows: list[int], weight: float) -> dict[str, float]:
         """Gradients of the mean loss on this process's rows; returns the sums over all processes, by name."""

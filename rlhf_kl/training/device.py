@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SLOWER = 1.2  # a factor that is told
 C = TypeVar("C", bound=AnyConfig)
 LACKS_ON_MPS = (
-    "mps: rlhf-kl was never run on it. It has no float64, so such sums come to the CPU; no AdamW in one kernel here, no "
-    "CUDA graphs, one process. run.device=cpu is what was measured"
+    "mps: rlhf-kl was never run on it. It lacks float64, whose sums come to the CPU, CUDA graphs, and several "
+    "processes; AdamW takes several kernels. run.device=cpu is measured"
 )
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 

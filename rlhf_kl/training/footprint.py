@@ -72,7 +72,8 @@ class Footprint:
         if not self.shards:  # frozen layers are stored in the type that they compute in
             self.weights -= (FLOAT - self.size) * (self.every.inside - self.learning.inside)
         # On a GPU products with the head may round a copy of it; layers that learn are copied while they compute.
-        rounds = config.run.dtype == "bfloat16" and place.device.type == "cuda" and can_shift(model.get_output_embeddings(), shape)
+        self.rounds = config.run.dtype == "bfloat16"
+        rounds = self.rounds and place.device.type == "cuda" and can_shift(model.get_output_embeddings(), shape)
         self.rounded = float(HALF * self.vocabulary * self.hidden * rounds)
         self.copies = float(HALF * self.learning.inside * (self.half and not self.shards))
 
@@ -231,7 +232,7 @@ class Footprint:
         if self.models.value is not None:
             kept += self.models.value.kept
         exact = kl.placement != "reward" and kl.estimator == "exact"
-        copies = 2 + exact + self.half / 2  # the policy's, their gradient and its rounded copy, the reference's
+        copies = 2 + exact + self.rounds / 2  # the policy's, their gradient and its rounded copy, the reference's
         head = self.vocabulary * self.hidden * (self.learning.outside > 0)
         begin = {
             "activations": rows * kept,
