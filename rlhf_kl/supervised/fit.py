@@ -87,22 +87,18 @@ class SupervisedTrainer:
         weight = sum(self.task.weights[row] for row in batch)
         sums = self.backward(ranks.mine(batch), weight)
         norm = float(ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm, self.scale))
-        scaling, overflowed = dict[str, float](), False
+        figures: dict[str, Any] = {name: value / weight for name, value in sums.items()}
+        overflowed = False
         if self.scale is not None:
-            scaling["train/loss_scale"], overflows = self.scale.read()
-            scaling["train/overflows"] = overflows
-            overflowed = overflows > 0 and math.isfinite(sums["train/loss"])
+            figures["train/loss_scale"], figures["train/overflows"] = self.scale.read()
+            overflowed = figures["train/overflows"] > 0 and math.isfinite(figures["train/loss"])
         self.skipped = 0 if math.isfinite(norm) or overflowed else self.skipped + 1
         self.events = [StepSkipped()] if self.skipped else []
-        return (
-            {name: value / weight for name, value in sums.items()}
-            | scaling
-            | {
-                "step": step,
-                "train/grad_norm": norm,
-                "train/learning_rate": self.optimizer.param_groups[0]["lr"],
-            }
-        )
+        return figures | {
+            "step": step,
+            "train/grad_norm": norm,
+            "train/learning_rate": self.optimizer.param_groups[0]["lr"],
+        }
 
     def backward(self, rows: list[int], weight: float) -> dict[str, float]:
         """Gradients of the mean loss on this process's rows; returns the sums over all processes, by name."""
