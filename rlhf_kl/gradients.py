@@ -119,7 +119,8 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float]:
         """The factor, and the steps since it has changed."""
-        return {"factor": float(self.factor), "steps": float(self.steps)}
+        factor, steps = torch.stack([self.factor, self.steps]).tolist()
+        return {"factor": factor, "steps": steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from `state_dict`."""
