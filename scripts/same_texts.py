@@ -1,8 +1,9 @@
 """float16 beside float32 on the same texts: two trainings, of which the second reads what the first has sampled.
 
-    python scripts/same_texts.py FOLDER [UPDATES] [DTYPE]    default: 20 float16
+    python scripts/same_texts.py FOLDER [UPDATES] [DTYPE]    default: 20 float16; a quarter of an hour for each run
 
-Chance that draws other texts plays no part, so what differs is rounding. Into FOLDER/same_texts.json.
+Chance that draws other texts plays no part, so what differs is rounding. Of each figure: how far it is apart, in
+percent of the root of its mean square in float32: at most, on average, and its mean. Into FOLDER/same_texts.json.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def rows(dtype: str, changes: list[str], updates: int) -> dict[str, list[dict[st
 
 
 def apart(found: dict[str, list[dict[str, Any]]], key: str) -> dict[str, float]:
-    """How far the figures are apart, relative to the root of the mean square of those in float32."""
+    """How far the figures of a key are apart, in percent."""
     pairs = [(a[key], b[key]) for a, b in zip(*found.values(), strict=True)]
     size = math.sqrt(sum(a * a for a, _ in pairs) / len(pairs))
     if not size or math.isnan(size):
         return {}
-    gaps = [abs(b - a) / size for a, b in pairs]
+    gaps = [100 * abs(b - a) / size for a, b in pairs]
     means = [sum(values) / len(values) for values in zip(*pairs, strict=True)]
-    return {"largest": max(gaps), "mean": sum(gaps) / len(gaps), "of_means": abs(means[1] - means[0]) / size}
+    return {"largest": max(gaps), "mean": sum(gaps) / len(gaps), "of_means": 100 * abs(means[1] - means[0]) / size}
 
 
 def main() -> None:
