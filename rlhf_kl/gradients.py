@@ -19,7 +19,7 @@ from rlhf_kl.sharding import is_sharded, local
 
 BUCKET = 1 << 23  # numbers of the gradients that travel together: one message costs more than many numbers
 # Of a loss in float16: its start, its bounds, and the steps without an overflow after which it grows. In the built-in
-# world a quarter of the gradients in the layers would be 0 without it, 0.2 % are at its start, and the largest is 1,300.
+# world a quarter of the gradients in the layers would be 0 without it, 0.2 % are with its start; the largest is 1,300.
 # A run has few steps, 240 there: torch's 2,000 would keep a low one for all of it. A growth costs one step at most.
 SCALE, LEAST_SCALE, MOST_SCALE, GROWS_AFTER = 2.0**16, 1.0, 2.0**24, 200
 

@@ -155,7 +155,7 @@ class PPOTrainer:
             read_kl = partial(self.kl_now, rollout)
             move = update.move = self.ceiling.hold(read_kl, before, kl)  # shortened if it would cross the ceiling
             tokens = rollout.tokens_per(unit)
-            update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
+            update_kl = max(update.mean("approx_kl"), update.kl_at_stop) * tokens  # NaN if no step was taken
             update.events += self.rate.observe(step, move, update_kl, tokens)
             seen, made = self.ceiling.seen(move), self.progress.made
             update.events += self.controller.step(kl.mean, len(rollout), seen, progress=made)  # 6. move beta
