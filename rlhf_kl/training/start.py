@@ -248,7 +248,7 @@ def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
         sampled,
         stats,
         reference_is_initial_policy=setup.reference_is_initial_policy,
-        float32=config.run.dtype == "float32",
+        dtype=config.run.dtype,
         engine=setup.engine is not None,
     )
     log.info("start checked: " + ", ".join(results))
