@@ -1,8 +1,8 @@
 """The one interface to a causal language model: sample from it, or read it at chosen states.
 
-Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16; their hidden states
-become float32, and the LM head runs outside of autocast: the logits of a real model are far from 0 (GPT-2's near -70),
-where bfloat16 has steps of 0.5 (see `logits`). Nothing holds all logits of a batch (see `ops.head`).
+Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16 or float16; their
+hidden states become float32, and the LM head runs outside of autocast: the logits of a real model are far from 0
+(GPT-2's near -70), where bfloat16 has steps of 0.5 (see `logits`). Nothing holds all logits of a batch (`ops.head`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rlhf_kl.models.decoding import attends_to_everything, decode, keeps_each_to
 from rlhf_kl.models.logits import (
     Project,
     RoundedHead,
+    TiedHead,
     can_shift,
     decoding_head,
     final_logits,
@@ -31,9 +32,12 @@ from rlhf_kl.models.logits import (
 from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
+from rlhf_kl.sharding import has_shards
 from rlhf_kl.types import Sampled, Sampling
 from rlhf_kl.ui import log
 
+LARGE = 1 << 23  # numbers of a weight (32 MiB): of smaller ones nobody notices a copy
+FLOAT16_ENDS = "float16 ends at 65504: set run.dtype to float32, or to bfloat16 on a device that computes in it"
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -78,7 +82,7 @@ class Trunk(nn.Module):
         return keeps_each_token(self.base.config)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of the layers: autocast where they compute in bfloat16."""
+        """The context of the layers: autocast where they compute in 16 bits."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def hidden(self, rows: Packed) -> Tensor:
@@ -157,10 +161,12 @@ class LM(Trunk):
     """A causal language model: the policy, the reference, or the policy with its adapter switched off."""
 
     rounded: RoundedHead | None = None
+    tied: TiedHead | None = None
 
     def forward(self, rows: Packed) -> Tensor:
         """As `hidden`: a pass that is trained on calls the module itself, as FSDP needs."""
-        return self.hidden(rows)
+        with rows_of_words(self.base, rows.ids):
+            return self.hidden(rows)
 
     def head(self) -> Head:
         """What makes logits of its hidden states, for the weights as they are now."""
@@ -170,7 +176,12 @@ class LM(Trunk):
             self.rounded = self.rounded or RoundedHead(layer, product)
             return self._finished(self.rounded.now())
 
+        if self.tied is None and is_tied(self.base):
+            self.tied = TiedHead(layer)
+
         def exact(hidden: Tensor) -> Tensor:
+            if self.tied is not None and learns_few(layer.weight, len(hidden)):
+                return self.tied(hidden.float())
             # Switching an adapter takes longer than a head, so only where the head has one.
             switch = contextlib.nullcontext() if type(layer) is nn.Linear else self.active()
             with switch, torch.autocast(hidden.device.type, enabled=False):
@@ -193,11 +204,20 @@ class LM(Trunk):
         """One response to each prompt's tokens; `noise` (B, max_new_tokens) in [0, 1) decides those of the response."""
         shared = share_prompts(list(map(tuple, prompts)), self.device)
         layer = self.base.get_output_embeddings()
-        # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
+        # In 16 bits, a step's states differ from those of a full pass by rounding, which would change the ratios.
         keep = self.dtype == torch.float32
         head = self._finished(decoding_head(layer)) if self._rounds(layer) else self.head()
         with self.active(), self.precision():
             return decode(self, head, shared, noise, sampling, keep_states=keep)
+
+
+@torch.no_grad()
+def check_range(model: Any, dtype: torch.dtype) -> None:
+    """Errors: InputError for a weight that would be infinite in `dtype`."""
+    for name, x in model.named_parameters() if dtype == torch.float16 else ():
+        largest = max(map(abs, torch.stack(x.aminmax()).tolist()))
+        if largest > torch.finfo(dtype).max:
+            raise InputError(f"{name} has a weight of {largest:.3g}, and {FLOAT16_ENDS}")
 
 
 @torch.no_grad()
@@ -289,6 +309,39 @@ def recomputing(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the head of a plain model is its embeddings."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = isinstance(words, nn.Embedding) and type(head) is nn.Linear and head.bias is None
+    return plain and head.weight is words.weight and not has_shards(model)
+
+
+def learns_few(weight: Tensor, tokens: int) -> bool:
+    """Whether a pass is trained that has fewer tokens than there are words, with a large weight (V, H) on a CPU.
+
+    On a GPU the sum of a word's rows has no order, so it would not be the same twice.
+    """
+    trained = weight.requires_grad and torch.is_grad_enabled() and weight.device.type == "cpu"
+    return trained and weight.numel() >= LARGE and tokens < len(weight)
+
+
+@contextlib.contextmanager
+def rows_of_words(model: Any, ids: Tensor) -> Iterator[None]:
+    """A forward pass of `ids` whose gradient of tied embeddings has the rows of these words, not those of all words.
+
+    That of the head has all, and takes them in: a second one of this size would be the peak of memory.
+    """
+    words = model.get_input_embeddings()
+    if not (is_tied(model) and learns_few(words.weight, ids.numel())):
+        yield
+        return
+    words.sparse = True
+    try:
+        yield
+    finally:
+        words.sparse = False
 
 
 def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:

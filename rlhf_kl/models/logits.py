@@ -163,6 +163,49 @@ class _RoundedProduct(torch.autograd.Function):
         return None, to_hidden, to_weight, None, None, None
 
 
+class TiedHead:
+    """Logits (n, V) float32 whose gradient of the weight (V, H), that of the embeddings too, is one tensor for a run.
+
+    It is written to `weight.grad` in the backward pass. A tensor of the size of a large vocabulary that each pass
+    makes and frees is what breaks up a CPU's memory, and a copy of it is the peak.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.gradient: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Of hidden states (n, H) float32."""
+        logits: Tensor = _AddsGradient.apply(hidden, self.layer.weight, self)
+        return logits
+
+    def add(self, grad: Tensor, hidden: Tensor) -> None:
+        """Add the gradient from that of the logits (n, V); other parts of the backward pass add to it too."""
+        weight = self.layer.weight
+        if weight.grad is not None:
+            weight.grad.addmm_(grad.T, hidden)
+            return
+        if self.gradient is None:
+            self.gradient = torch.empty_like(weight, requires_grad=False)
+        weight.grad = torch.mm(grad.T, hidden, out=self.gradient)
+
+
+class _AddsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: TiedHead) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.head = head
+        logits: Tensor = head.layer(hidden)
+        return logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        hidden, weight = ctx.saved_tensors
+        ctx.head.add(grad, hidden)
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None
+
+
 @contextlib.contextmanager
 def _rounding() -> Iterator[None]:
     """Inside, products of float32 matrices on a CPU round their operands to bfloat16."""

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+
+from rlhf_kl.run.log import read_jsonl
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the fake device, and there is none here"),
@@ -46,7 +49,7 @@ COMMANDS = {
     ],
     "train-adapter": ["train", *SMOKE, *IN_BFLOAT16, *settings(ADAPTER), "--output-dir", "adapter"],
     "train-groups": ["train", *SMOKE, *ON_GPU, *settings(GROUPS), "--output-dir", "groups"],
-    "train-head": ["train", *SMOKE, *ON_GPU, *settings(HEAD), "--output-dir", "head"],
+    "train-head": ["train", *SMOKE, *ON_GPU, *settings([*HEAD, "run.dtype=auto"]), "--output-dir", "head"],
 }
 DECODE = [name for name in COMMANDS if name not in ("sft", "reward-model", "eval-model")]
 
@@ -69,7 +72,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((folder / "result.json").read_text())
-    return dict(zip(COMMANDS, result["commands"], strict=True)) | {"returned_mib": result["returned_mib"]}
+    outcomes = dict(zip(COMMANDS, result["commands"], strict=True))
+    return outcomes | {"returned_mib": result["returned_mib"], "folder": folder}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -82,6 +86,17 @@ def test_decoding_waits_for_the_device_at_one_step_of_eight(outcomes: dict[str, 
     steps, waits = outcomes[name]["steps"], outcomes[name]["between"]
     assert steps > 10
     assert waits <= steps / 8, outcomes[name]["places"]
+
+
+def test_a_gpu_that_only_emulates_bfloat16_computes_in_float16(outcomes: dict[str, Any]) -> None:
+    run = outcomes["folder"] / "head"
+    assert yaml.safe_load((run / "config.yaml").read_text())["run"]["dtype"] == "float16"
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if "policy/loss_scale" in row]
+    assert rows
+    assert all(row["policy/overflows"] == 0 for row in rows)
+    places = outcomes["train-head"]["places"]
+    waits = sum(count for place, count in places.items() if " at gradients.py" in place)
+    assert waits <= 2 * len(rows), places  # one an update, one a checkpoint
 
 
 def test_the_tokens_of_many_responses_are_read_at_once(outcomes: dict[str, Any]) -> None:
