@@ -228,6 +228,7 @@ def test_the_page_of_metrics_names_what_a_run_writes(
     changes = {"reward": {"kind": "sum", **reward, **penalties}, "reference": {"model": str(tmp_path / "other")}}
     scorers = {"NAME": {"kind": tiny_settings["reward"]["kind"]}}
     changes["eval"] = tiny_settings["eval"] | {"scorers": scorers}
+    changes["run"] = tiny_settings["run"] | {"dtype": "float16"}  # whose rows have the scale of the loss too
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_settings | changes))
     words = ["train", "--config", tmp_path / "run.yaml", "--output-dir", tmp_path / "run", "--quiet", "--updates", 2]
     assert rlhf_kl(*words).code == 0

@@ -27,16 +27,17 @@ from rlhf_kl.models.logits import (
     can_shift,
     decoding_head,
     final_logits,
+    is_tied,
+    learns_few,
     rounding_product,
+    rows_of_words,
 )
 from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
-from rlhf_kl.sharding import has_shards
 from rlhf_kl.types import Sampled, Sampling
 from rlhf_kl.ui import log
 
-LARGE = 1 << 23  # numbers of a weight (32 MiB): of smaller ones nobody notices a copy
 FLOAT16_ENDS = "float16 ends at 65504: set run.dtype to float32, or to bfloat16 on a device that computes in it"
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
 
@@ -309,39 +310,6 @@ def recomputing(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.training = False
-
-
-def is_tied(model: Any) -> bool:
-    """Whether the head of a plain model is its embeddings."""
-    words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    plain = isinstance(words, nn.Embedding) and type(head) is nn.Linear and head.bias is None
-    return plain and head.weight is words.weight and not has_shards(model)
-
-
-def learns_few(weight: Tensor, tokens: int) -> bool:
-    """Whether a pass is trained that has fewer tokens than there are words, with a large weight (V, H) on a CPU.
-
-    On a GPU the sum of a word's rows has no order, so it would not be the same twice.
-    """
-    trained = weight.requires_grad and torch.is_grad_enabled() and weight.device.type == "cpu"
-    return trained and weight.numel() >= LARGE and tokens < len(weight)
-
-
-@contextlib.contextmanager
-def rows_of_words(model: Any, ids: Tensor) -> Iterator[None]:
-    """A forward pass of `ids` whose gradient of tied embeddings has the rows of these words, not those of all words.
-
-    That of the head has all, and takes them in: a second one of this size would be the peak of memory.
-    """
-    words = model.get_input_embeddings()
-    if not (is_tied(model) and learns_few(words.weight, ids.numel())):
-        yield
-        return
-    words.sparse = True
-    try:
-        yield
-    finally:
-        words.sparse = False
 
 
 def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rlhf_kl.hub import first_line
+from rlhf_kl.sharding import has_shards
 from rlhf_kl.ui import log
 
+LARGE = 1 << 23  # numbers of a weight (32 MiB): of smaller ones nobody notices a copy
 SOFT_CAP = "final_logit_softcapping"
 SAME_PRODUCT = 1e-3  # largest error of a product over its largest number: one that rounds its sums has more
 
@@ -163,6 +165,53 @@ class _RoundedProduct(torch.autograd.Function):
         return None, to_hidden, to_weight, None, None, None
 
 
+@contextlib.contextmanager
+def _rounding() -> Iterator[None]:
+    """Inside, products of float32 matrices on a CPU round their operands to bfloat16."""
+    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, products.fp32_precision = products.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
+# ---- heads that are the embeddings, in float32 and float16 runs
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the head of a plain model is its embeddings."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = isinstance(words, nn.Embedding) and type(head) is nn.Linear and head.bias is None
+    return plain and head.weight is words.weight and not has_shards(model)
+
+
+def learns_few(weight: Tensor, tokens: int) -> bool:
+    """Whether a pass is trained that has fewer tokens than there are words, with a large weight (V, H) on a CPU.
+
+    On a GPU the sum of a word's rows has no order, so it would not be the same twice.
+    """
+    trained = weight.requires_grad and torch.is_grad_enabled() and weight.device.type == "cpu"
+    return trained and weight.numel() >= LARGE and tokens < len(weight)
+
+
+@contextlib.contextmanager
+def rows_of_words(model: Any, ids: Tensor) -> Iterator[None]:
+    """A forward pass of `ids` whose gradient of tied embeddings has the rows of these words, not those of all words.
+
+    That of the head has all, and takes them in: a second one of this size would be the peak of memory.
+    """
+    words = model.get_input_embeddings()
+    if not (is_tied(model) and learns_few(words.weight, ids.numel())):
+        yield
+        return
+    words.sparse = True
+    try:
+        yield
+    finally:
+        words.sparse = False
+
+
 class TiedHead:
     """Logits (n, V) float32 whose gradient of the weight (V, H), that of the embeddings too, is one tensor for a run.
 
@@ -204,14 +253,3 @@ class _AddsGradient(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         ctx.head.add(grad, hidden)
         return grad @ weight if ctx.needs_input_grad[0] else None, None, None
-
-
-@contextlib.contextmanager
-def _rounding() -> Iterator[None]:
-    """Inside, products of float32 matrices on a CPU round their operands to bfloat16."""
-    products: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, products.fp32_precision = products.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before

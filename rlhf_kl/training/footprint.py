@@ -16,7 +16,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.gradients import BUCKET
 from rlhf_kl.memory import tokens_of_a_pass
 from rlhf_kl.models.engine import MEMORY
-from rlhf_kl.models.logits import can_shift
+from rlhf_kl.models.logits import LARGE, can_shift
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.perplexity import MOST_TOKENS
 from rlhf_kl.ops.head import Head
@@ -76,11 +76,15 @@ class Footprint:
         rounds = self.rounds and place.device.type == "cuda" and can_shift(model.get_output_embeddings(), shape)
         self.rounded = float(HALF * self.vocabulary * self.hidden * rounds)
         self.copies = float(HALF * self.learning.inside * (self.half and not self.shards))
+        words = model.get_input_embeddings().weight
+        self.tied = model.get_output_embeddings().weight is words and self.learning.outside > 0
+        one = self.tied and place.device.type == "cpu" and not self.rounds and not self.shards  # see `TiedHead`
+        self.gradient = float(FLOAT * words.numel() * (one and words.numel() >= LARGE))
 
     def phases(self) -> dict[str, Parts]:
         """By name, the parts of each."""
         rest, ceiling = self.rest(), {"ceiling": self.kept_by_ceiling()}
-        loaded = {"moments": 0.0, "states": 0.0, "engine": 0.0}
+        loaded = {"moments": 0.0, "gradient of the head": 0.0, "states": 0.0, "engine": 0.0}
         more: dict[str, Parts] = {
             "models loaded": loaded,
             "at rest": {},
@@ -103,6 +107,7 @@ class Footprint:
             "weights": self.weights + self.value,
             "frozen models": self.frozen(self.size) + copies,
             "moments": 2 * (self.trained + self.value),
+            "gradient of the head": self.gradient,
             "states": self.states(self.rows),
             "engine": self.engine * self.place.memory,
         }
@@ -126,10 +131,10 @@ class Footprint:
         sizes = [each.every for each in models if each is not None]
         return sum((size * each.inside / parts + FLOAT * each.outside for each in sizes), 0.0)
 
-    def states(self, rows: int) -> float:
+    def states(self, rows: int, *, once: bool = False) -> float:
         """What is kept of frozen models at the states of so many responses: see `ppo.states`."""
         tokens = rows * self.new
-        numbers = tokens * (self.hidden + self.vocabulary * self.keeps_logits(rows))
+        numbers = tokens * (self.hidden + self.vocabulary * (self.keeps_logits(rows) and not once))
         if self.config.critic == "features":
             others = sum(int(each.shape.hidden_size) for each in self.models.rewards)
             numbers += tokens * (self.hidden + others) + rows * self.length * others
@@ -185,13 +190,14 @@ class Footprint:
         copies = self.copies if self.policy in read else 0.0
         return {"gathered": self.gathered(read), "copies": copies, "activations": rows * once, "logits": logits}
 
-    def comparing(self, rows: int) -> Parts:
+    def comparing(self, rows: int, *, once: bool = False) -> Parts:
         """Policy, reference and value at the sampled tokens."""
         read = [each for each in (self.policy, self.models.reference, self.models.value) if each is not None]
         most = PASS_TOKENS.get(self.place.device.type, PASS_TOKENS["cpu"]) // self.length
         together = min(rows, PASS_ROWS, max(1, most))
         tokens = together * self.new  # those of the policy in chunks; those of the reference too, if they are not kept
-        logits = self.logits(tokens, 1, compares=True) + self.logits(tokens, 1, grows=self.keeps_logits(rows))
+        grows = self.keeps_logits(rows) and not once
+        logits = self.logits(tokens, 1, compares=True) + self.logits(tokens, 1, grows=grows)
         return self.reading(read, together, logits)
 
     def evaluation(self) -> Parts:
@@ -201,7 +207,7 @@ class Footprint:
         rows = min(-(-asked // self.place.processes), most)
         read = CHARACTERS // 3 if held.max_documents == "auto" else MOST_TOKENS  # three characters a token, or more
         texts = self.reading([self.policy], read / self.length, self.logits(read, 1))
-        compared = self.comparing(rows) | {"states of the evaluation": self.states(rows)}
+        compared = self.comparing(rows, once=True) | {"states of the evaluation": self.states(rows, once=True)}
         scored = self.reading(self.models.watched, min(rows, SCORING_ROWS), 0.0)
         return max(self.sampling(rows), compared, scored, texts, key=total)
 
@@ -224,7 +230,7 @@ class Footprint:
 
     def training(self) -> Parts:
         """The larger of: the backward pass begins, with all activations, and ends, with all gradients."""
-        rows, kl, gradients = self.rows_of_a_pass, self.config.kl, self.trained + self.value
+        rows, kl, gradients = self.rows_of_a_pass, self.config.kl, self.trained + self.value - self.gradient
         later = rows < self.config.minibatch_size // self.place.processes  # a pass finds the gradients of earlier ones
         kept = self.policy.kept
         if self.config.policy.gradient_checkpointing:  # the inputs of all layers, and the layer that is recomputed
@@ -240,8 +246,8 @@ class Footprint:
             "logits": self.logits(rows * self.new, copies, grows=True, compares=exact),
             "gradients": gradients * later,
         }
-        model, more = self.policy.model, 0
-        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        more = 0
+        if self.tied and not self.gradient:
             more += (2 + later) * head  # a gradient for each use
         if self.shards:  # whole ones, and what is sent of them
             more += 2 * (self.learning.outside + self.every.layer)

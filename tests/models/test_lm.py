@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from rlhf_kl.errors import InputError
-from rlhf_kl.models import lm as lm_module
+from rlhf_kl.models import logits as logits_module
 from rlhf_kl.models.lm import LM, cache_name, check_head, enable_recompute, recomputing
 from rlhf_kl.ops.packing import Packed, pack_last, text_layout
 from rlhf_kl.seeding import uniforms
@@ -67,7 +67,7 @@ class FullSize(TorchDispatchMode):
 def test_tied_embeddings_have_one_gradient_of_full_size_where_a_pass_has_few_words(
     monkeypatch: pytest.MonkeyPatch, tied: bool, words: int
 ) -> None:
-    monkeypatch.setattr(lm_module, "LARGE", 0)
+    monkeypatch.setattr(logits_module, "LARGE", 0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
     def gradients(lm: bool) -> tuple[list[torch.Tensor], list[str]]:
