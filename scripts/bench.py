@@ -52,6 +52,7 @@ MODELS = ("reviews", *SHAPES)
 DTYPES = ("float32", "bfloat16")
 WARM_UP = 2  # updates that no median counts
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 28}  # logits in one chunk: rlhf_kl.ops.head.LOGIT_ELEMENTS
+PROGRAM = ("-m", "rlhf_kl")  # after `python`
 CONFIG = """
 extends: ppo_adaptive.yaml
 reward: {normalize: false, clip: null}
@@ -117,10 +118,12 @@ def random_world(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
     model = new_gpt2(**shape, context=1024, tokenizer=tokenizer, seed=0) if "layers" in shape else shaped(shape)
-    folders = write_models(model, tokenizer, place)
-    if reward is not None:
+    if reward is None:
+        folders = write_models(model, tokenizer, place)
+    else:
+        save_model(model, tokenizer, place / "policy")
         write_models(shaped({"vocab_size": len(words)} | reward), tokenizer, place / "scorer")
-        folders = folders[0], place / "scorer" / "reward"
+        folders = place / "policy", place / "scorer" / "reward"
     return World(*folders, write_prompts(place / "prompts.jsonl", len(words), lengths), **sizes)
 
 
@@ -152,12 +155,15 @@ def run_alone(command: Sequence[str], **options: Any) -> str:
     return done.stdout
 
 
-def train(settings: Mapping[str, Any], place: Path, processes: int = 1) -> list[dict[str, Any]]:
+def train(
+    settings: Mapping[str, Any], place: Path, processes: int = 1, program: Sequence[str] = PROGRAM
+) -> list[dict[str, Any]]:
     """The rows of a run of `rlhf-kl train` in processes of its own; its folder is deleted."""
     file, out = place / "bench.yaml", place / "run"
+    shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
     file.write_text(CONFIG, encoding="utf-8")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launch if processes > 1 else []), "-m", "rlhf_kl", "train", "--quiet"]
+    command = [sys.executable, *(launch if processes > 1 else []), *program, "train", "--quiet"]
     command += ["--config", str(file), "--output-dir", str(out)]
     run_alone([*command, *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))])
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -166,10 +172,17 @@ def train(settings: Mapping[str, Any], place: Path, processes: int = 1) -> list[
 
 
 def our_run(
-    world: World, args: argparse.Namespace, place: Path, value: str, dtype: str, processes: int = 1, shard: bool = False
+    world: World,
+    args: argparse.Namespace,
+    place: Path,
+    value: str,
+    dtype: str,
+    processes: int = 1,
+    more: Mapping[str, Any] | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> dict[str, Any]:
-    """Medians over the updates of one run, the first ones left out."""
-    settings: dict[str, Any] = {"policy.shard": shard, "reference.shard": shard}
+    """Medians over the updates of one run, the first ones left out. `more`: settings on top."""
+    settings: dict[str, Any] = {}
     settings |= {"run.device": args.device, "run.dtype": dtype}
     settings |= {"policy.model": world.policy, "policy.value": value, "reward.model": world.reward}
     settings |= {"reward.missing_eos_penalty": world.penalty, "rollout.max_new_tokens": world.length}
@@ -180,7 +193,8 @@ def our_run(
     settings |= {"rollout.batch_size": world.batch, "rollout.reference_samples": world.batch}
     settings |= {"ppo.minibatch_size": world.batch, "ppo.microbatch_size": args.microbatch or "null"}
     settings |= {"ppo.total_episodes": world.batch * args.updates, "ppo.epochs": world.epochs}
-    rows = train(settings | {"ppo.learning_rate": world.learning_rate}, place, processes)
+    settings |= {"ppo.learning_rate": world.learning_rate, **(more or {})}
+    rows = train(settings, place, processes, program)
     steady, phases = rows[WARM_UP:], ("step", "rollout", "score", "update")
     run = {f"{name}_s": statistics.median(row[f"time/{name}_s"] for row in steady) for name in phases}
     length = statistics.fmean(row["rollout/response_length"] for row in steady)
@@ -268,7 +282,8 @@ def several(args: argparse.Namespace, worlds: Mapping[str, World], place: Path) 
     for (name, world), dtype, (processes, shard) in product(worlds.items(), args.dtypes, kinds):
         label = {"model": name, "dtype": dtype, "processes": processes, "sharded": shard}
         try:
-            yield show(label | our_run(world, args, place, args.values[0], dtype, processes, shard))
+            shards = {"policy.shard": shard, "reference.shard": shard}
+            yield show(label | our_run(world, args, place, args.values[0], dtype, processes, shards))
         except SystemExit as error:
             yield show({**label, "failed": str(error)})
 

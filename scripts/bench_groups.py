@@ -13,9 +13,9 @@ policy no positions, so that padding would shift GPT-2's: of the prompts only th
 by both sides.
 
 The models: `reviews`, the built-in one; `llama`, of 43M parameters with random weights, which has seconds an update but
-no score that means anything; `smollm2` (135M), `gemma3` (270M) and `qwen` (two layers of 0.5B), by the shapes and
-vocabularies of small models of today; `gpt2`, of GPT-2 small's shape, beside TRL's PPO: its last release is 1.12.0, in
-an environment of its own that --peer-python names.
+no score that means anything; `smollm2` (135M), `gemma3` (270M), `qwen` (two layers of 0.5B) and `llama_1b`, by the
+shapes and vocabularies of small models of today; `gpt2`, of GPT-2 small's shape, beside TRL's PPO: its last release is
+1.12.0, in an environment of its own that --peer-python names.
 
 A peer's constant beta is first searched for, on seed 0, until the KL over the last fifth of the run is within a tenth
 of the target; --betas rloo=0.3 gives it. Each seed then runs one side after the other. The KL is the estimate that
@@ -76,6 +76,8 @@ TODAY: dict[str, dict[str, Any]] = {
     "qwen": {"model_type": "llama", "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 2}
     | {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}
     | {"attention_bias": True},
+    "llama_1b": {"vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "intermediate_size": 8192, "tie_word_embeddings": True},
 }
 SCORER = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -249,6 +251,7 @@ def summary(found: Sequence[Run], score: float | None) -> dict[str, Any]:
         return {"mean": fmean(every)} | ({"sd": stdev(every)} if len(every) > 1 else {})
 
     known = {"update_s": median(run.spent[0] for run in found), "start_s": median(run.start for run in found)}
+    known |= {f"{name}_s": median(run.spent[n] for run in found) for n, name in enumerate(PHASES, 1)}
     known |= {
         "first_row_s": median(run.first_row for run in found),
         "last_row_s": median(run.seconds[-1] for run in found),
@@ -313,7 +316,8 @@ def make_models(args: argparse.Namespace) -> None:
         folder = args.folder / args.model
         if not (folder / "prompts.jsonl").exists():  # written last
             shape = LLAMA if args.model == "llama" else (SHAPES | TODAY)[args.model]
-            shape = shape | ({"num_hidden_layers": args.layers} if args.layers else {})
+            smaller = {"num_hidden_layers": args.layers, "vocab_size": args.vocabulary}
+            shape = shape | {key: size for key, size in smaller.items() if size}
             random_world(folder, shape, [16] * 512, SCORER if args.model in TODAY else None)
         scores = folder / "scorer" if args.model in TODAY else folder
         args.policy, args.reward, args.prompts = folder / "policy", scores / "reward", folder / "prompts.jsonl"
@@ -334,6 +338,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", choices=DEFAULTS, default="reviews", help="has its own defaults")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--layers", type=int, help="instead of the model's own number")
+    add("--vocabulary", type=int, help="tokens, instead of the model's own number")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the layers' computation")
     add(
         "--sides",

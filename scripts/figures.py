@@ -4,6 +4,7 @@
     make figures ONLY="sweep_target"   some. A result that this program made stays; finished runs in runs/figures are
                                        used again, and an interrupted one goes on
     make figures ONLY=--list           only which results are older than the program
+    make figures ONLY="gpu --from report.json"   store what another machine measured
 
 A result has what was measured, its command, commit, date, machine and seeds, and `figures`: numbers by name.
 `trl_budget_picture.py` makes trl_budget.json, in environments with TRL. A table in README or guide that begins with
@@ -43,7 +44,7 @@ PICTURES = {  # of README and guide, by the file that a measurement draws
 }
 DARK = {"adaptive_or_fixed": "compare"}  # of README, which browsers show dark
 DRAWN_FROM = {"what_beta_does": "scripts/tutorial_pictures.py"}  # draws the numbers of a result
-NEED_A_GPU = ("smollm2_gpu",)
+NEED_A_GPU = ("gpu", "smollm2_gpu")
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak")
 
 
@@ -80,6 +81,18 @@ def of_run(found: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: dict(zip(("start", "end"), closing[name], strict=True)) for name in ("scores", "perplexity")}
     kl = {"mean": control["kl"], "tail_error": control["tail_error"]}
     return {found["run"]: {"seconds": found["seconds"], "updates": found["steps"], "kl": kl, **known}}
+
+
+def of_gpu(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the report of `gpu_report.py`: what its steps found, why others found nothing, and the gains."""
+    steps = {name: entry.get("result", {"error": entry.get("error")}) for name, entry in found["steps"].items()}
+    return {**steps, "left_out": found["left_out"], "gains": found["gains"]}
+
+
+def about_gpu(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Where and when such a report was made, as far as it says so."""
+    known = found.get("steps", {}).get("machine", {}).get("result", {})
+    return {key: known[key] for key in ("commit", "date", "machine") if known.get(key)}
 
 
 def seeds_of(found: Mapping[str, Any]) -> list[int]:
@@ -145,6 +158,9 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         "summary.json",
         of_run,
     ),  # 1; needs a GPU
+    "gpu": Measurement(
+        "a GPU in ten minutes", ["scripts/gpu_report.py", "--out", "FOLDER"], "report.json", of_gpu
+    ),  # 10; needs a GPU
     "control": control("tail errors of all controllers"),  # 40
     "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30
     "several": several("reviews", 64),  # 2
@@ -226,9 +242,17 @@ def old_results() -> dict[str, str]:
     return {name: found["commit"] for name, found in made.items() if program(found["commit"]) != program()}
 
 
+def store(name: str, command: str, at: str, found: Mapping[str, Any]) -> None:
+    """Write a result."""
+    about = {"what": MEASUREMENTS[name].what, "command": command, "commit": at, "date": str(date.today())}
+    about |= {"machine": machine(), **about_gpu(found)}
+    RESULTS.mkdir(exist_ok=True)
+    write_json(RESULTS / f"{name}.json", about | {"seeds": seeds_of(found), "figures": MEASUREMENTS[name].read(found)})
+
+
 def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
     """Run a measurement that is not made yet, and write its result; whether it is there."""
-    what, words, file, read = MEASUREMENTS[name]
+    _, words, file, _ = MEASUREMENTS[name]
     command, at, result = [*words, *extra], commit(), RESULTS / f"{name}.json"
     line = shlex.join(["python", *command])
     if is_made(result, line):
@@ -243,10 +267,7 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
     if done.returncode:
         print(f"error: {name} failed with exit code {done.returncode}", file=sys.stderr)
     elif file:
-        found = json.loads((folder / name / file).read_text(encoding="utf-8"))
-        about = {"what": what, "command": line, "commit": at, "date": str(date.today()), "machine": machine()}
-        RESULTS.mkdir(exist_ok=True)
-        write_json(result, about | {"seeds": seeds_of(found), "figures": read(found)})
+        store(name, line, at, json.loads((folder / name / file).read_text(encoding="utf-8")))
         images = ROOT / ".github" / "images"
         for drawn, shown in PICTURES.get(name, {}).items():
             shutil.copy(folder / name / f"{drawn}.png", images / f"{shown}.png")
@@ -266,12 +287,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; there are {', '.join(MEASUREMENTS)}")
     parser.add_argument("--folder", type=Path, default=Path("runs/figures"), help="of the runs")
     parser.add_argument("--list", action="store_true", help="only say which results are older than the program")
+    parser.add_argument("--from", dest="file", type=Path, help="of one NAME: what its command wrote elsewhere")
     args, extra = parser.parse_known_args(words)
+    if args.file and len(args.names) != 1:
+        parser.error("--from needs one NAME")
     if unknown := set(args.names) - set(MEASUREMENTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(MEASUREMENTS)}")
     old = [f"{name} ({at})" for name, at in old_results().items()]
     print(f"older than the program, {program()}: {', '.join(old) or 'none'}", flush=True)
     if args.list:
+        return 0
+    if args.file:
+        (name,) = args.names
+        line = shlex.join(["python", *MEASUREMENTS[name].command, *extra])
+        store(name, line, commit(), json.loads(args.file.read_text(encoding="utf-8")))
         return 0
     folder = args.folder.resolve() / program()  # runs of another program are no runs of this one
     failed = [name for name in args.names or MEASUREMENTS if not measure(name, folder, extra)]

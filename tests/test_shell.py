@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rlhf_kl.shell import shell_command, short_path
+from tests.made import Make
 
 
 @pytest.fixture
@@ -78,3 +82,24 @@ def test_warnings_of_libraries_stay_off_the_terminal_and_those_of_a_user_do_not(
     words = ("mine", "my words", "old name", "slow path", "deprecated")
     assert [word for word in words if word in usual] == ["mine", "my words"]
     assert [word for word in words[:4] if word in wanted] == list(words[:4])
+
+
+def test_a_program_that_is_not_installed_trains_and_reports(
+    rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs from its folder, and the package has no version."""
+    version = metadata.version
+
+    def known(name: str) -> str:
+        if name == "rlhf-kl":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", known)
+    settings = tiny_settings | {"ppo": tiny_settings["ppo"] | {"total_episodes": 16}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    run = tmp_path / "run"
+    for words in (["--version"], ["train", "--config", tmp_path / "run.yaml", "--output-dir", run], ["report", run]):
+        outcome = rlhf_kl(*words)
+        assert outcome.code == 0, outcome.err
+    assert "rlhf-kl" in (run / "final" / "README.md").read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rlhf_kl.report.drawing import Chart, css, save_sheet, svg
 from rlhf_kl.report.one_run import RunResult, read_run
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.folder import RunFolder, write_atomic
-from rlhf_kl.shell import source_name
+from rlhf_kl.shell import program_version, source_name
 from rlhf_kl.text import (
     duration,
     format_number,
@@ -89,8 +88,7 @@ def render(template: str, **values: Any) -> str:
 
     pages = Environment(loader=PackageLoader("rlhf_kl.report"), autoescape=True, undefined=StrictUndefined,
                         trim_blocks=True, lstrip_blocks=True, finalize=finalize)  # fmt: skip
-    version = metadata.version("rlhf-kl")
-    return pages.get_template(template).render(colours=Markup(css()), version=version, **values)
+    return pages.get_template(template).render(colours=Markup(css()), version=program_version(), **values)
 
 
 def render_chart(chart: Chart) -> dict[str, Any]:

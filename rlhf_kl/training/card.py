@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -12,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.control.verdict import verdict_text
 from rlhf_kl.monitors.facts import closing_figures, closing_note, control_figures, score_error
-from rlhf_kl.shell import source_name
+from rlhf_kl.shell import program_version, source_name
 from rlhf_kl.text import format_number, score_text, scorer_label, start_to_end
 
 
@@ -65,7 +64,7 @@ def _card(config: TrainConfig, table: Mapping[str, Any], note: str, *, adapter: 
     return pages.get_template("card.md").render(
         name=config.run.name,
         base=base,
-        version=version("rlhf-kl"),
+        version=program_version(),
         table=table,
         temperature=format_number(config.rollout.temperature),
         note=note,
