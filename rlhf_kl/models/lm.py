@@ -295,5 +295,4 @@ def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Seque
     """Of each token of `rows` from `starts` (at least 1) on, row after row: (N,), in nats."""
     layout = text_layout(rows, starts, lm.device)
     packed = layout.pack(range(len(rows)))
-    ids = layout.response_ids.flatten()[packed.places]
-    return -token_logprobs(lm(packed), lm.head(), ids)
+    return -token_logprobs(lm(packed), lm.head(), layout.chosen[packed.places])

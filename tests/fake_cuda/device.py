@@ -225,10 +225,12 @@ def products(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | Non
     return torch.nan_to_num(torch.softmax(scores.float(), -1)).to(v.dtype) @ v
 
 
-def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, is_causal: bool = False, **options: Any) -> Any:
+def attention(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, is_causal: bool = False, **options: Any
+) -> Any:
     """As `torch.nn.functional.scaled_dot_product_attention`, autocast included."""
     if q.device.type != "cuda":
-        return torch_attention(q, k, v, attn_mask, *rest, is_causal=is_causal, **options)
+        return torch_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     return Attention.apply(q, k, v, attn_mask, is_causal, options.get("scale"))
