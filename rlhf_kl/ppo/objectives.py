@@ -125,7 +125,7 @@ class Loss:
 
     def detached(self) -> Tensor:
         """Its five figures without gradients, in float64: (5,) in their order."""
-        return torch.stack([float64(getattr(self, column.name).detach()) for column in fields(self)])
+        return float64(torch.stack([getattr(self, column.name).detach() for column in fields(self)]))
 
     @staticmethod
     def joined(parts: Tensor) -> Tensor:
