@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -130,7 +130,11 @@ class RolloutBatch:
 
     def kl(self, unit: Unit) -> Mean:
         """Mean exact KL in nats per token or per response: what is controlled, held below a ceiling and logged."""
-        return self.mean(self.exact_kl, unit)
+        return self._kls[unit]
+
+    @cached_property
+    def _kls(self) -> dict[Unit, Mean]:
+        return {unit: self.mean(self.exact_kl, unit) for unit in get_args(Unit)}
 
     def score(self) -> Mean:
         """Mean shaped score of the responses that have one."""
@@ -144,6 +148,8 @@ class RolloutBatch:
     @classmethod
     def concat(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
         """The rows of several batches; prompts are padded on the left, responses on the right."""
+        if len(parts) == 1:
+            return parts[0]
         columns: dict[str, Any] = {}
         for column in fields(cls):
             values = [getattr(part, column.name) for part in parts]
@@ -157,7 +163,7 @@ class RolloutBatch:
                 columns[column.name] = values[0]
         return cls(**columns)
 
-    @property
+    @cached_property
     def scored(self) -> Tensor:
         """Whether each response has a score: (B,) bool."""
         return ~self.scores[REWARD].isnan()
@@ -171,7 +177,7 @@ class RolloutBatch:
         """Mean number of tokens in a unit."""
         return 1.0 if unit == "token" else int(self.mask.sum()) / len(self)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """Tokens of each response, EOS included: (B,)."""
         return self.mask.sum(1)

@@ -216,7 +216,7 @@ class Layout:
             worth = WORTH_SHARING * sum(self.lengths[row] for row in rows)
             if every - read > max(worth, LEAST_SPARED.get(self.device.type, LEAST_SPARED["cuda"])):
                 for group in group_lengths(
-                    [int(self.responses[row]) for row in rows],
+                    self.responses[list(rows)].tolist(),
                     most_rows=most_rows,
                     most_tokens=most_tokens - common,
                     overhead=pass_overhead(self.device) + common,

@@ -123,14 +123,15 @@ class Loss:
     clipped: Any  # tokens on whose ratio the clip was binding
     max_logratio: Any  # largest |log pi - log pi_old|
 
+    @torch.no_grad()
     def detached(self) -> Tensor:
         """Its five figures without gradients, in float64: (5,) in their order."""
-        return float64(torch.stack([getattr(self, column.name).detach() for column in fields(self)]))
+        return float64(torch.stack([getattr(self, column.name) for column in fields(self)]))
 
     @staticmethod
     def joined(parts: Tensor) -> Tensor:
         """(n, 5) figures of passes, or of processes, as `detached` gives them, to those of all: (5,)."""
-        return torch.cat([parts[:, :-1].sum(0), parts[:, -1:].amax(0)])
+        return torch.cat([parts[..., :-1].sum(0), parts[..., -1:].amax(0)])
 
     @classmethod
     def total(cls, parts: Sequence[Loss]) -> Loss:

@@ -21,6 +21,7 @@ from rlhf_kl.models.tokens import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.logprobs import TokenStats
+from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.states import PASS_ROWS, PASS_TOKENS, ReferenceStates, StateFeatures
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -188,9 +189,9 @@ def unusable(rollout: RolloutBatch) -> UpdateSkipped | None:
         "a value": rollout.values,
         "a score": (rollout.scores[REWARD] + rollout.shaped_scores)[rollout.scored],  # a clip makes inf finite
     }
-    for name, x in figures.items():
-        if not bool(torch.isfinite(x).all()):
-            return UpdateSkipped(f"{name} was not finite")
+    if not all_finite(figures.values()):
+        name = next(name for name, x in figures.items() if not all_finite([x]))
+        return UpdateSkipped(f"{name} was not finite")
     if not bool(rollout.scored.any()):
         return UpdateSkipped("the reward returned None for all responses", broken=False)
     return None

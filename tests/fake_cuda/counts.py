@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 REST, UPDATE = "rest", "training.loop.TrainLoop.step"
@@ -18,6 +19,7 @@ PHASES = {  # the method that does it, which counts all that it calls
     "distributed.Ranks.step": "optimizer",
     "ppo.step.PPOTrainer.kl_now": "KL after the update",
 }
+COLUMNS = ("operations", "with parts", "kernels", "waits")  # as Python sees them; a linear layer's parts counted, ...
 NO_KERNEL = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense"}
 
 
@@ -28,18 +30,29 @@ class Counts:
         self.places: collections.Counter[str] = collections.Counter()  # where the host waits
         self.steps = self.between = 0  # of decoding; waits between them
         self.open: int | None = None  # waits since the last step; None before the first one of a decoding
-        self.phases: dict[str, dict[str, list[int]]] = {}  # by update and phase: operations, kernels, waits
+        self.phases: dict[str, dict[str, list[int]]] = {}  # by update and phase: COLUMNS
+        self.parts = 0  # whether operations are parts of one
         self.phase, self.update = REST, "0"
 
     @property
     def _here(self) -> list[int]:
-        return self.phases.setdefault(self.update, {}).setdefault(self.phase, [0, 0, 0])
+        return self.phases.setdefault(self.update, {}).setdefault(self.phase, [0] * len(COLUMNS))
 
     def operation(self, func: Any = None, *, on_device: bool = True) -> None:
         """One that reaches a device, or the CPU; of those on the device a view has no kernel. None: has one."""
-        self._here[0] += 1
-        if on_device and (func is None or not is_view(func)):
-            self._here[1] += 1
+        self._here[0] += not self.parts
+        self._here[1] += 1
+        self._here[2] += on_device and (func is None or not is_view(func))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside are the parts of one operation."""
+        self._here[0] += not self.parts
+        self.parts += 1
+        try:
+            yield
+        finally:
+            self.parts -= 1
 
     def wait(self, name: str) -> None:
         """The host waits, in the operation `name`."""
@@ -50,7 +63,7 @@ class Counts:
             frame = frame.f_back
         self.places[f"{self.phase}: {name} at {' from '.join(places)}"] += 1
         self.open = None if self.open is None else self.open + 1
-        self._here[2] += 1
+        self._here[3] += 1
 
     def step(self) -> None:
         """One more step of the same decoding."""

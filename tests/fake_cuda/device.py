@@ -162,6 +162,9 @@ class Mode(TorchDispatchMode):
     """Also operations without a tensor of the device go through `computed`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self, counts.whole():  # it comes whole in inference mode alone
+                return func.decompose(*args, **(kwargs or {}))
         return computed(func, args, kwargs or {})
 
 
@@ -191,6 +194,35 @@ def factory(usual: Callable[..., Any], *args: Any, device: Any = None, **kwargs:
     if usual is torch_tensor and is_cuda(device) and made.numel():
         counts.wait("tensor")
     return on_device(made) if is_cuda(device) else made
+
+
+class Norm(torch.autograd.Function):
+    """An RMS norm, one operation there and one back."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Any, shape: Any, weight: Any, eps: float) -> Any:
+        counts.operation()
+        ctx.save_for_backward(states, weight)
+        ctx.rest = shape, eps
+        with _disable_current_modes():
+            return Fake(torch_norm(states.inner, shape, weight.inner, eps))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        counts.operation()
+        shape, eps = ctx.rest
+        inner = [x.inner.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad(), _disable_current_modes():
+            found = torch.autograd.grad(torch_norm(inner[0], shape, inner[1], eps), inner, cpu(gradient))
+        return Fake(found[0]), None, Fake(found[1]), None
+
+
+torch_norm = torch.nn.functional.rms_norm
+
+
+def norm(states: Any, shape: Any, weight: Any, eps: float) -> Any:
+    """As `torch.nn.functional.rms_norm`."""
+    return (Norm.apply if isinstance(states, Fake) else torch_norm)(states, shape, weight, eps)
 
 
 class Attention(torch.autograd.Function):
@@ -252,6 +284,7 @@ def fill_torch() -> None:
     cuda.set_device = cuda.set_rng_state = cuda.empty_cache = cuda.manual_seed_all = lambda *_: None
     torch.nn.functional.scaled_dot_product_attention = attention
     torch.nn.Module._apply = apply_to
+    torch.nn.functional.rms_norm = norm
     torch.Tensor.pin_memory = pinned
     _foreach_utils._foreach_supported_types.append(Fake)
     for name in ("tensor", "ones", "zeros", "empty", "full", "arange", "linspace", "eye", "scalar_tensor"):
