@@ -166,6 +166,12 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         *("the same in bfloat16", "--model", "gpt2", "--dtype", "bfloat16", "--updates", "5"),
         *("--peer-python", ".venv-trl-1.12/bin/python"),
     ),
+    "operations": Measurement(
+        "operations, kernels and waits of an update, by phase",
+        ["scripts/count_operations.py", "--out", "FOLDER"],
+        "count_operations.json",
+        lambda found: dict(found["rows"]),
+    ),  # 2
     "reliability": Measurement(
         "how often a promise of reliability was put to the test, and kept",
         ["scripts/reliability.py", "--out", "FOLDER"],

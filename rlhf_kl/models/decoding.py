@@ -163,7 +163,7 @@ class FixedSteps(Steps):
         """New tensors, with room for further tokens."""
         room = min(end + GROWTH, self.mask.shape[1])
         room += -room % ALIGNED
-        self.place = torch.tensor([end - 1], device=tokens.device)
+        self.place = torch.full((1,), end - 1, device=tokens.device)
         for layer in self.cache.layers:
             layer.fix(room, self.place)
         self.tokens, self.now = tokens.unsqueeze(1).clone(), self.positions[:, end - 1 : end].clone()

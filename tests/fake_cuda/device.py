@@ -30,7 +30,7 @@ for name in ("libc10.so", "libtorch_cpu.so"):
 ctypes.CDLL(sys.argv[1])
 
 import torch  # noqa: E402
-from counts import Counts, mark_phases  # noqa: E402
+from counts import Counts, is_view, mark_phases  # noqa: E402
 from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import (  # noqa: E402
@@ -127,7 +127,9 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*inner_args, **inner_kwargs)
     if not (is_cuda(device) if device is not None else fakes) or name == "_local_scalar_dense":
         return result
-    result = pytree.tree_map(on_device, result)
+    usual = torch.is_inference_mode_enabled() and not any(x.is_inference() for x in fakes) and is_view(func)
+    with torch.inference_mode(False) if usual else contextlib.nullcontext():  # there a view is what it is a view of
+        result = pytree.tree_map(on_device, result)
     with contextlib.suppress(RuntimeError, AssertionError, KeyError):  # schemas that name no alias
         return return_and_correct_aliasing(func, args, kwargs, result)
     return result
