@@ -170,7 +170,7 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         "operations, kernels and waits of an update, by phase",
         ["scripts/count_operations.py", "--out", "FOLDER"],
         "count_operations.json",
-        lambda found: dict(found["rows"]),
+        lambda found: dict(found["phases"]),
     ),  # 2
     "reliability": Measurement(
         "how often a promise of reliability was put to the test, and kept",
