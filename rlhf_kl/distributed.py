@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhf_kl.errors import InputError, OtherProcessFailed, RlhfKlError, ServiceFailed
-from rlhf_kl.gradients import GradientSum
+from rlhf_kl.gradients import GradientSum, LossScale
 from rlhf_kl.heartbeat import Heartbeat
 from rlhf_kl.sharding import is_sharded, local
 
@@ -119,14 +119,24 @@ class Ranks:
         self._sum_gradients(list(parameters))  # some travel already
         optimizer.zero_grad()
 
-    def step(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], most: float = math.inf) -> Tensor:
+    def step(
+        self,
+        optimizer: Optimizer,
+        parameters: Iterable[nn.Parameter],
+        most: float = math.inf,
+        scale: LossScale | None = None,
+    ) -> Tensor:
         """Sum the gradients over all ranks, scale them down to a joint norm of `most`, and take the step.
 
-        Returns the norm before; where it is not finite, the step is left out.
+        `scale`: of the loss that they come from. Returns the norm before; where it is not finite, the step is left out.
         """
         parameters = list(parameters)
         self._sum_gradients(parameters)
+        if scale is not None:
+            scale.remove(parameters)
         norm = self._clip_gradients(parameters, most)
+        if scale is not None:
+            scale.observe(norm.isfinite())
         fused = optimizer.defaults.get("fused")
         if fused:  # its kernels leave the step out themselves: nothing waits for the device
             optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -91,9 +91,9 @@ def tokens_of_a_pass(model: Any, device: torch.device, dtype: str, *, models: in
 
     `models` of this size take part: two if the value function has its own model. Weights, gradients and Adam's moments
     take four times the weights, which are float32; activations of the same size as the weights add little. Frozen
-    weights are in the type of the pass. In bfloat16 about half of what is kept is float32: the states between layers.
+    weights are in the type of the pass. In 16 bits about half of what is kept is float32: the states between layers.
     """
-    size, kept = (2, 3) if dtype == "bfloat16" else (4, 4)  # bytes of a frozen number, and of one that is kept
+    size, kept = (4, 4) if dtype == "float32" else (2, 3)  # bytes of a frozen number, and of one that is kept
     weights = int(sum(p.numel() * (4 if p.requires_grad else size) for p in model.parameters()))
     room = max(ROOM.get(device.type, ROOM["cpu"]), models * weights)
     return max(1, room // (models * kept_per_token(model) * kept))

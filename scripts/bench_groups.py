@@ -7,8 +7,10 @@ with the same policy, reward model, prompts and number of threads (OMP_NUM_THREA
 --minibatches optimizer steps, with the same group size, lengths and peak learning rate, which falls linearly there and
 as `adaptive` has it here; a text that is cut off pays 1. Ours has its defaults otherwise. Seconds to a score count from
 the start of the command; beside them stands what passed before the first update: imports and models on both sides, on
-ours the reference samples too. TRL gives a policy no positions, so that padding would shift GPT-2's: of
-the prompts only those of the most usual length are used, by both sides.
+ours the reference samples too. The first row is there when its line is on the terminal: ours is written to
+metrics.jsonl after the held-out evaluation of the start, which follows it and counts for all later rows. TRL gives a
+policy no positions, so that padding would shift GPT-2's: of the prompts only those of the most usual length are used,
+by both sides.
 
 The models: `reviews`, the built-in one; `llama`, of 43M parameters with random weights, which has seconds an update but
 no score that means anything; `smollm2` (135M), `gemma3` (270M) and `qwen` (two layers of 0.5B), by the shapes and
@@ -28,6 +30,8 @@ import gzip
 import json
 import math
 import os
+import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -99,6 +103,7 @@ class Run(NamedTuple):
     """What is compared."""
 
     start: float  # seconds of the command before the first update
+    first_row: float  # of the command, until the figures of the first update are shown
     seconds: list[float]  # of the command, at the end of each update
     total: float  # of the whole command
     scores: list[float]  # of the reward model, less 1 where the text was cut off
@@ -123,7 +128,7 @@ def our_run(args: argparse.Namespace, side: str, seed: int) -> Run:
     """A run of `rlhf-kl train` in a process of its own."""
     folder = args.folder / f"{side.replace(' ', '-')}-s{seed}"
     advantage, _, value = side.partition(" ")
-    start = folder.with_suffix(".start")  # seconds of the command before those that the run counts, and all
+    start = folder.with_suffix(".start")  # seconds of the command: before those of the run, to its first line, all
     if not (folder / "summary.json").exists():
         config, held_out = args.folder / "base.yaml", args.folder / "held_out.jsonl"
         config.write_text(SETTINGS, encoding="utf-8")
@@ -149,16 +154,17 @@ def our_run(args: argparse.Namespace, side: str, seed: int) -> Run:
         }
         settings |= {"ppo.learning_rate": args.learning_rate, "ppo.total_episodes": args.batch * args.updates}
         words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), "--quiet", "--overwrite"]
+        command = [sys.executable, "-m", "rlhf_kl", "train", "--config", str(config), "--overwrite"]
         began = time.time()
-        run_alone([*command, "--output-dir", str(folder), *words])
+        shown = seconds_to_line(rf"\s*1/{args.updates} ", [*command, "--output-dir", str(folder), *words])
         file = folder / "summary.json"  # written at the run's end
         counted = json.loads(file.read_text(encoding="utf-8"))["seconds"]
-        start.write_text(f"{file.stat().st_mtime - counted - began} {time.time() - began}\n", encoding="utf-8")
-    loading, total = map(float, start.read_text(encoding="utf-8").split())
+        start.write_text(f"{file.stat().st_mtime - counted - began} {shown} {time.time() - began}\n", encoding="utf-8")
+    loading, shown, total = map(float, start.read_text(encoding="utf-8").split())
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "time/step_s" in row]
     return Run(
         loading + rows[0]["time/elapsed_s"] - rows[0]["time/step_s"],
+        shown,
         [loading + row["time/elapsed_s"] for row in rows],
         total,
         [row["objective/scores"] - 1 + row["rollout/eos_rate"] for row in rows],
@@ -166,6 +172,20 @@ def our_run(args: argparse.Namespace, side: str, seed: int) -> Run:
         [median(row[f"time/{name}_s"] for row in rows[2:]) for name in ("step", "rollout", "score", "update")],
         rows[-1]["perf/peak_memory_mb"],
     )
+
+
+def seconds_to_line(pattern: str, command: Sequence[str]) -> float:
+    """Runs a command; returns after how many seconds a line of its messages began with a pattern."""
+    began, found, lines = time.time(), math.nan, []
+    shell = ["sh", "-c", '"$@"; exit $?', "sh", *command]  # see `run_alone`
+    with subprocess.Popen(shell, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
+        for line in running.stderr or ():
+            lines.append(line)
+            if math.isnan(found) and re.match(pattern, line):
+                found = time.time() - began
+    if running.returncode or math.isnan(found):
+        raise SystemExit(f"error: {' '.join(command)} failed:\n{''.join(lines)[-2000:]}")
+    return found
 
 
 def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> Run:
@@ -183,6 +203,7 @@ def peer_run(args: argparse.Namespace, method: str, beta: float, seed: int) -> R
     curve = found["curve"]
     return Run(
         found["start"],
+        found["start"] + curve[0]["seconds"],
         [found["start"] + point["seconds"] for point in curve],
         found["total"],
         [point["score"] for point in curve],
@@ -228,7 +249,11 @@ def summary(found: Sequence[Run], score: float | None) -> dict[str, Any]:
         return {"mean": fmean(every)} | ({"sd": stdev(every)} if len(every) > 1 else {})
 
     known = {"update_s": median(run.spent[0] for run in found), "start_s": median(run.start for run in found)}
-    known |= {"first_row_s": median(run.seconds[0] for run in found), "all_s": median(run.total for run in found)}
+    known |= {
+        "first_row_s": median(run.first_row for run in found),
+        "last_row_s": median(run.seconds[-1] for run in found),
+    }
+    known |= {"all_s": median(run.total for run in found)}
     if score is not None:
         known["seconds_to_the_score"] = median(run.seconds_to(score) for run in found)
     means = {name: over_seeds(getattr(run, name) for run in found) for name in ("score", "kl", "memory_mb")}
@@ -244,13 +269,23 @@ def spread(values: Iterable[float], places: int) -> str:
 
 def table(runs: dict[str, list[Run]], score: float | None) -> str:
     """One row for each side: mean (standard deviation) over the seeds, of the seconds the median over all of them."""
-    head = ["", "seconds an update", *PHASES, "from the command to the first row", "to the end", "memory, MB", "KL"]
+    head = [
+        "",
+        "seconds an update",
+        *PHASES,
+        "from the command to the first row",
+        "to the last",
+        "to the end",
+        "memory, MB",
+        "KL",
+    ]
     if score is not None:
         head += ["score", f"median seconds to {score:g}", "before the first update", "reached"]
     rows = []
     for side, found in runs.items():
         row = [side, *(f"{median(each):.3g}" for each in zip(*(run.spent for run in found), strict=True))]
-        row += [f"{median(run.seconds[0] for run in found):.1f}", f"{median(run.total for run in found):.1f}"]
+        totals = ([run.first_row, run.seconds[-1], run.total] for run in found)
+        row += [f"{median(column):.1f}" for column in zip(*totals, strict=True)]
         row += [spread((run.memory_mb for run in found), 0), spread((run.kl for run in found), 3)]
         if score is not None:
             times = [run.seconds_to(score) for run in found]

@@ -21,7 +21,7 @@ from tests.made import Make
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_run_on_one_gpu(rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path: Path, dtype: str) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny_settings | {"run": {"device": "cuda", "dtype": dtype}}))
     outcome = rlhf_kl("train", "--config", tmp_path / "run.yaml", "--output-dir", tmp_path / "run", "--quiet")
@@ -33,7 +33,7 @@ def test_a_run_on_one_gpu(rlhf_kl: Make, tiny_settings: dict[str, Any], tmp_path
     assert rows[-1]["kl/token"] > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_steps_replayed_as_a_cuda_graph_draw_what_steps_started_from_python_draw(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

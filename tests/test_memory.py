@@ -102,7 +102,7 @@ def test_a_pass_has_the_tokens_that_fit(model: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "parameters", list)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert tokens_of_a_pass(model, cpu, "float32") == 12
-    assert tokens_of_a_pass(model, cpu, "bfloat16") == 16
+    assert tokens_of_a_pass(model, cpu, "bfloat16") == tokens_of_a_pass(model, cpu, "float16") == 16
     assert tokens_of_a_pass(model, gpu, "bfloat16") == 32
     assert tokens_of_a_pass(model, cpu, "float32", models=2) == 6
     weights = torch.zeros(5 * each)

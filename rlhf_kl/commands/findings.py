@@ -47,7 +47,7 @@ from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
 from rlhf_kl.text import duration
 from rlhf_kl.training import sets
-from rlhf_kl.training.device import SLOWER, bfloat16_slowdown, run_device
+from rlhf_kl.training.device import SLOWER, half_slowdown, run_device
 from rlhf_kl.training.evaluation import evaluate_policy
 from rlhf_kl.training.footprint import Place
 from rlhf_kl.training.load import Loader
@@ -112,7 +112,7 @@ def check_config(config: TrainConfig, processes: int) -> Iterator[Finding]:
 
 def check_dtype(config: TrainConfig, device: torch.device) -> Finding:
     """Whether the number type suits this device."""
-    slowdown = bfloat16_slowdown(config.run)
+    slowdown = half_slowdown(config.run)
     return judge("dtype", dtype=config.run.dtype, device=device, slowdown=slowdown, slower=SLOWER)
 
 

@@ -43,7 +43,7 @@ Outlined = Callable[[bool], Outlines]
 def run_fitting(config: TrainConfig, processes: int, memory: int) -> list[Finding]:
     """Whether each phase fits into a device of `memory` bytes, one for each process.
 
-    The device is taken for a GPU that computes in bfloat16, unless `run.device` and `run.dtype` say otherwise.
+    The device is taken for a GPU that computes in 16 bits, unless `run.device` and `run.dtype` say otherwise.
     """
     device = torch.device("cuda" if config.run.device == "auto" else config.run.device)
     if config.run.dtype == "auto":

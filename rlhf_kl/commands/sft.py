@@ -27,9 +27,10 @@ def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str,
     loader = Loader(config.run, device)
     task = run.ranks.first_before_others(lambda: build_task(with_files(config), loader))
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
-    trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks)
+    trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks, config.run.dtype)
     run.check(config, device, {task.data: task.fingerprint})
-    run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer)
+    scale = {} if trainer.scale is None else {"scale": trainer.scale}
+    run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer, **scale)
     for note in task.notes:
         log.info(note)
     log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")

@@ -111,7 +111,7 @@ def train_command(
         if run.finished is None and not ranks.writes:
             ui.silence()
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        if ranks.writes and precision not in ("no", {"bfloat16": "bf16"}.get(config.run.dtype)):
+        if ranks.writes and precision not in ("no", {"bfloat16": "bf16", "float16": "fp16"}.get(config.run.dtype)):
             log.warning(
                 f"accelerate's --mixed_precision {precision} is not used: run.dtype decides ({config.run.dtype})"
             )

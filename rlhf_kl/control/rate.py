@@ -124,9 +124,11 @@ class PacedRate:
         """After the update, before any cut of the ceiling: near the target one that went too far lowers the rate.
 
         `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
-        constant KL to the reference; it grows with the square of the rate. `tokens`: in what the unit counts.
-        Returns an event if it did.
+        constant KL to the reference; it grows with the square of the rate. NaN: no step was taken, so the next rollout
+        tells no pace. `tokens`: in what the unit counts. Returns an event if it did.
         """
+        if math.isnan(update_kl):
+            self.distance = None
         if not (math.isfinite(move.kl_before) and math.isfinite(move.kl_uncut)):
             return []
         moved = update_kl / tokens / (FIRST_STEP**2 if update == self.first else 1.0)

@@ -1,8 +1,8 @@
 """The one interface to a causal language model: sample from it, or read it at chosen states.
 
-Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16; their hidden states
-become float32, and the LM head runs outside of autocast: the logits of a real model are far from 0 (GPT-2's near -70),
-where bfloat16 has steps of 0.5 (see `logits`). Nothing holds all logits of a batch (see `ops.head`).
+Precision and memory are decided only here. The layers run under autocast if the run uses bfloat16 or float16; their
+hidden states become float32, and the LM head runs outside of autocast: the logits of a real model are far from 0
+(GPT-2's near -70), where bfloat16 has steps of 0.5 (see `logits`). Nothing holds all logits of a batch (`ops.head`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from rlhf_kl.models.decoding import attends_to_everything, decode, keeps_each_to
 from rlhf_kl.models.logits import (
     Project,
     RoundedHead,
+    TiedHead,
     can_shift,
     decoding_head,
     final_logits,
+    is_tied,
+    learns_few,
     rounding_product,
+    rows_of_words,
 )
 from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
@@ -35,6 +39,7 @@ from rlhf_kl.sharding import has_shards
 from rlhf_kl.types import Sampled, Sampling
 from rlhf_kl.ui import log
 
+FLOAT16_ENDS = "float16 ends at 65504: set run.dtype to float32, or to bfloat16 on a device that computes in it"
 SAME_LOGITS = 1e-3  # largest difference of a logit over the largest logit, in float32
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -79,7 +84,7 @@ class Trunk(nn.Module):
         return keeps_each_token(self.base.config)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of the layers: autocast where they compute in bfloat16."""
+        """The context of the layers: autocast where they compute in 16 bits."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def recording(self) -> contextlib.AbstractContextManager[Any]:
@@ -165,10 +170,12 @@ class LM(Trunk):
     """A causal language model: the policy, the reference, or the policy with its adapter switched off."""
 
     rounded: RoundedHead | None = None
+    tied: TiedHead | None = None
 
     def forward(self, rows: Packed) -> Tensor:
         """As `hidden`: a pass that is trained on calls the module itself, as FSDP needs."""
-        return self.hidden(rows)
+        with rows_of_words(self.base, rows.ids):
+            return self.hidden(rows)
 
     def head(self) -> Head:
         """What makes logits of its hidden states, for the weights as they are now."""
@@ -178,7 +185,12 @@ class LM(Trunk):
             self.rounded = self.rounded or RoundedHead(layer, product)
             return self._finished(self.rounded.now())
 
+        if self.tied is None and is_tied(self.base):
+            self.tied = TiedHead(layer)
+
         def exact(hidden: Tensor) -> Tensor:
+            if self.tied is not None and learns_few(layer.weight, len(hidden)):
+                return self.tied(hidden.float())
             # Switching an adapter takes longer than a head, so only where the head has one.
             switch = contextlib.nullcontext() if type(layer) is nn.Linear else self.active()
             with switch, torch.autocast(hidden.device.type, enabled=False):
@@ -201,11 +213,20 @@ class LM(Trunk):
         """One response to each prompt's tokens; `noise` (B, max_new_tokens) in [0, 1) decides those of the response."""
         shared = share_prompts(list(map(tuple, prompts)), self.device)
         layer = self.base.get_output_embeddings()
-        # In bfloat16, a step's states differ from those of a full pass by rounding, which would change the ratios.
+        # In 16 bits, a step's states differ from those of a full pass by rounding, which would change the ratios.
         keep = self.dtype == torch.float32
         head = self._finished(decoding_head(layer)) if self._rounds(layer) else self.head()
         with self.active(), self.precision():
             return decode(self, head, shared, noise, sampling, keep_states=keep)
+
+
+@torch.no_grad()
+def check_range(model: Any, dtype: torch.dtype) -> None:
+    """Errors: InputError for a weight that would be infinite in `dtype`."""
+    for name, x in model.named_parameters() if dtype == torch.float16 else ():
+        largest = max(map(abs, torch.stack(x.aminmax()).tolist()))
+        if largest > torch.finfo(dtype).max:
+            raise InputError(f"{name} has a weight of {largest:.3g}, and {FLOAT16_ENDS}")
 
 
 @torch.no_grad()

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rlhf_kl.hub import first_line
+from rlhf_kl.sharding import has_shards
 from rlhf_kl.ui import log
 
+LARGE = 1 << 23  # numbers of a weight (32 MiB): of smaller ones nobody notices a copy
 SOFT_CAP = "final_logit_softcapping"
 SAME_PRODUCT = 1e-3  # largest error of a product over its largest number: one that rounds its sums has more
 
@@ -172,3 +174,82 @@ def _rounding() -> Iterator[None]:
         yield
     finally:
         products.fp32_precision = before
+
+
+# ---- heads that are the embeddings, in float32 and float16 runs
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the head of a plain model is its embeddings."""
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = isinstance(words, nn.Embedding) and type(head) is nn.Linear and head.bias is None
+    return plain and head.weight is words.weight and not has_shards(model)
+
+
+def learns_few(weight: Tensor, tokens: int) -> bool:
+    """Whether a pass is trained that has fewer tokens than there are words, with a large weight (V, H) on a CPU.
+
+    On a GPU the sum of a word's rows has no order, so it would not be the same twice.
+    """
+    trained = weight.requires_grad and torch.is_grad_enabled() and weight.device.type == "cpu"
+    return trained and weight.numel() >= LARGE and tokens < len(weight)
+
+
+@contextlib.contextmanager
+def rows_of_words(model: Any, ids: Tensor) -> Iterator[None]:
+    """A forward pass of `ids` whose gradient of tied embeddings has the rows of these words, not those of all words.
+
+    That of the head has all, and takes them in: a second one of this size would be the peak of memory.
+    """
+    words = model.get_input_embeddings()
+    if not (is_tied(model) and learns_few(words.weight, ids.numel())):
+        yield
+        return
+    words.sparse = True
+    try:
+        yield
+    finally:
+        words.sparse = False
+
+
+class TiedHead:
+    """Logits (n, V) float32 whose gradient of the weight (V, H), that of the embeddings too, is one tensor for a run.
+
+    It is written to `weight.grad` in the backward pass. A tensor of the size of a large vocabulary that each pass
+    makes and frees is what breaks up a CPU's memory, and a copy of it is the peak.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.gradient: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Of hidden states (n, H) float32."""
+        logits: Tensor = _AddsGradient.apply(hidden, self.layer.weight, self)
+        return logits
+
+    def add(self, grad: Tensor, hidden: Tensor) -> None:
+        """Add the gradient from that of the logits (n, V); other parts of the backward pass add to it too."""
+        weight = self.layer.weight
+        if weight.grad is not None:
+            weight.grad.addmm_(grad.T, hidden)
+            return
+        if self.gradient is None:
+            self.gradient = torch.empty_like(weight, requires_grad=False)
+        weight.grad = torch.mm(grad.T, hidden, out=self.gradient)
+
+
+class _AddsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: TiedHead) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.head = head
+        logits: Tensor = head.layer(hidden)
+        return logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        hidden, weight = ctx.saved_tensors
+        ctx.head.add(grad, hidden)
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None

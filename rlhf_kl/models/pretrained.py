@@ -299,8 +299,9 @@ def context_length(model: Model) -> int | None:
 
 
 def compute_dtype(name: str) -> torch.dtype:
-    """The torch dtype of `run.dtype`."""
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    """The torch dtype of `run.dtype`; float32 for auto."""
+    found: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
+    return found
 
 
 def parameter_count(model: torch.nn.Module) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop
+from rlhf_kl.models.lm import FLOAT16_ENDS
 from rlhf_kl.models.value import shared_trainable
 from rlhf_kl.ops.logprobs import TokenStats
 from rlhf_kl.types import Sampled
@@ -17,8 +18,8 @@ from rlhf_kl.types import Sampled
 CHECKED_ROWS = 64  # responses of the starting policy that the checks look at
 CHECKED_TOKENS = 8  # of each; `check_first` looks at whole ones
 LOG_RATIO_LIMIT = 1e-3  # float32; checked per token, since a mean ratio of 1 proves nothing
-LOG_RATIO_LIMIT_BF16 = 0.5  # one bf16 rounding of a hidden state moves a log-prob by hundredths
-KL_LIMIT, KL_LIMIT_BF16 = 1e-4, 1e-2
+LOG_RATIO_LIMIT_HALF = 0.5  # one bf16 rounding of a hidden state moves a log-prob by hundredths
+KL_LIMIT, KL_LIMIT_HALF = 1e-4, 1e-2
 
 
 def checked_prompts(prompts: PromptStream) -> list[tuple[int, ...]]:
@@ -43,38 +44,42 @@ def check_start(
     stats: TokenStats,
     *,
     reference_is_initial_policy: bool,
-    float32: bool,
+    dtype: str,
     engine: bool = False,
 ) -> list[str]:
     """All checks on one batch sampled from the starting policy; returns their results in words, in order.
 
-    `engine`: one has drawn it, which computes otherwise than a pass. Errors: GuardStop with the first check that fails.
+    `dtype`: that of `run`. `engine`: one has drawn it, which computes otherwise than a pass. Errors: GuardStop with the
+    first check that fails.
     """
+    float32 = dtype == "float32"
     shared = shared_trainable(policy, reference)
     if shared:
         raise GuardStop(f"step 0: policy and reference share trainable tensors: {', '.join(shared[:3])}")
-    if not all(bool(torch.isfinite(t).all()) for t in (stats.logprobs, stats.ref_logprobs, stats.exact_kl)):
-        raise GuardStop("step 0: a log-prob of the policy or the reference is not finite")
+    figures = sampled.logprobs, stats.logprobs, stats.ref_logprobs, stats.exact_kl
+    if not all(bool(torch.isfinite(t).all()) for t in figures):
+        advice = f": activations may be too large, since {FLOAT16_ENDS}" if dtype == "float16" else ""
+        raise GuardStop(f"step 0: a log-prob of the policy or the reference is not finite{advice}")
     largest = float(stats.exact_kl.max())
-    if reference_is_initial_policy and largest > (KL_LIMIT if float32 else KL_LIMIT_BF16):
+    if reference_is_initial_policy and largest > (KL_LIMIT if float32 else KL_LIMIT_HALF):
         raise GuardStop(f"step 0: the reference is the starting policy, yet their exact KL is {largest:.3g} nats")
     gap = padding_gap(sampled, stats.logprobs)
     at_start = f"largest KL of a token at the start {largest:.1g} nats"
     if engine:
-        if gap > LOG_RATIO_LIMIT_BF16:
+        if gap > LOG_RATIO_LIMIT_HALF:
             raise GuardStop(
                 f"step 0: log-probs of the engine and of the policy differ by up to {gap:.3g}: it computes another "
                 "model than the policy"
             )
         return [at_start, f"log-probs of engine and policy within {gap:.1g}"]
-    if gap > (LOG_RATIO_LIMIT if float32 else LOG_RATIO_LIMIT_BF16):
+    if gap > (LOG_RATIO_LIMIT if float32 else LOG_RATIO_LIMIT_HALF):
         raise GuardStop(
             f"step 0: log-probs with and without padding differ by up to {gap:.3g}: "
             "the model does not use attention_mask and position_ids correctly"
         )
     return [
         at_start,
-        f"padded against unpadded log-probs within {gap:.1g} ({'float32' if float32 else 'bfloat16'})",
+        f"padded against unpadded log-probs within {gap:.1g} ({dtype})",
     ]
 
 

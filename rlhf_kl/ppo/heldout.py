@@ -139,7 +139,7 @@ class HeldOut:
         RL's Razor, 2509.04259).
         """
         made, critic = Samples(), ActorCritic(model)
-        states = None if other is None else ReferenceStates(other)
+        states = None if other is None else ReferenceStates(other, once=True)
         for responses, sampled in drawn:
             made.lengths += sampled.mask.sum(1).tolist()
             made.ended += sampled.ended.tolist()
@@ -174,8 +174,9 @@ class HeldOut:
     ) -> tuple[Samples, Samples]:
         """Of policy and reference (if any): drawn, measured and scored. It changes no state.
 
-        `same`: the policy is still the reference, so its samples are those of both. The reference's are drawn once,
-        and scored only then. `advance(n)` is called after every n responses. Errors: InputError from a reward.
+        `same`: the reference counts as the policy, which began as it: its samples are those of both. The reference's
+        are drawn once, and scored only then. `advance(n)` is called after every n responses.
+        Errors: InputError from a reward.
         """
         with library_state_kept(), self.scorers.kept():
             mine = [samples.pick(range(self.share)) for samples in self._own_part(same, advance)]
@@ -184,12 +185,13 @@ class HeldOut:
 
     def _own_part(self, same: bool, advance: Callable[[int], None]) -> tuple[Samples, Samples]:
         first, reference, other = not self.kept, self.reference, Samples()
+        policy = reference if same and reference is not None else self.policy
         if first and reference is not None:
-            self.kept = self.draw(self.policy if same else reference)
+            self.kept = self.draw(reference)
         if reference is not None and not same:
-            other = self.measure(self.kept, reference, self.policy, advance)
-        drawn = self.kept if same else self.draw(self.policy)
-        own = self.measure(drawn, self.policy, reference, advance)
+            other = self.measure(self.kept, reference, policy, advance)
+        drawn = self.kept if same else self.draw(policy)
+        own = self.measure(drawn, policy, reference, advance)
         self.score(own, drawn)
         if first and not same:
             self.score(other, self.kept)

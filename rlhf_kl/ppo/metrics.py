@@ -21,7 +21,7 @@ DECILES = torch.linspace(0, 1, 11, dtype=torch.float64)  # and the ends
 
 def update_row(update: Update, ppo: PPOSettings) -> dict[str, Any]:
     """The row of an update; figures of what was not done are NaN."""
-    move, steps, taken = update.move, update.steps, update.taken
+    move, steps, taken, scale = update.move, update.steps, update.taken, update.loss_scale
     value_loss = update.mean("value") if update.critic_loss is None else update.critic_loss
     return {
         **rollout_metrics(update.rollout, update.coef, ppo),
@@ -31,6 +31,7 @@ def update_row(update: Update, ppo: PPOSettings) -> dict[str, Any]:
         "policy/logratio_first_max": steps[0].loss.max_logratio if steps else math.nan,
         "policy/grad_norm": sum(step.norm for step in taken) / len(taken) if taken else math.nan,
         "policy/learning_rate": update.learning_rate,
+        **({"policy/loss_scale": scale, "policy/overflows": update.overflows} if scale is not None else {}),
         "policy/epochs": len(steps) * ppo.minibatch_size / ppo.batch_size,
         "value/loss": value_loss if ppo.critic else math.nan,
         "value/explained_variance": update.explained_variance,

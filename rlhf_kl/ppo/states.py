@@ -26,9 +26,9 @@ class ReferenceStates:
     the loss, and the ceiling. Where the logits of all tokens fit into one chunk, they are kept in place of that.
     """
 
-    def __init__(self, lm: LM, share: bool = True) -> None:
-        """`share`: a pass may read a prompt once for several rows, as the sampler does."""
-        self.lm, self.share = lm, share
+    def __init__(self, lm: LM, share: bool = True, *, once: bool = False) -> None:
+        """`share`: a pass may read a prompt once for several rows, as the sampler does. `once`: logits are not kept."""
+        self.lm, self.share, self.once = lm, share, once
         self.hidden = torch.empty(0)  # (tokens, H)
         self.kept = self.hidden  # (tokens, H), or logits (tokens, V)
 
@@ -51,7 +51,7 @@ class ReferenceStates:
                     self.hidden = hidden.new_empty(layout.tokens, hidden.shape[1])
                 self.hidden[rows.numbers] = hidden
             head = self.lm.head()
-            fits = len(self.hidden) <= head.chunk(self.hidden.device)
+            fits = not self.once and len(self.hidden) <= head.chunk(self.hidden.device)
             self.kept = head.logits(self.hidden) if fits else self.hidden
 
     def at(self, numbers: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from rlhf_kl.control.ceiling import Ceiling, CeilingResult
 from rlhf_kl.control.rate import LearningRate, PacedRate, Progress, allowed_rise
 from rlhf_kl.control.way import Way
 from rlhf_kl.events import Event, UpdateSkipped
+from rlhf_kl.gradients import scale_for
 from rlhf_kl.memory import free_memory, memory_for, smaller_pass, tokens_of_a_pass
 from rlhf_kl.models.value import freezing
 from rlhf_kl.ops.head import token_kl, token_logprobs
@@ -53,6 +54,8 @@ class Update:
     coef_next: float
     learning_rate: float
     steps: list[OptimizerStep] = field(default_factory=list)
+    loss_scale: float | None = None  # of a float16 run, after the update
+    overflows: int = 0  # steps that were left out since it was too large
     kl_at_stop: float = 0.0  # KL to the policy that sampled, where the update ended before a step that is too far
     critic_loss: float | None = None  # of a critic on features, before its fit
     explained_variance: float = math.nan  # of the returns, by the values of the rollout
@@ -63,6 +66,12 @@ class Update:
     def taken(self) -> list[OptimizerStep]:
         """The steps whose gradient was finite."""
         return [step for step in self.steps if math.isfinite(step.norm)]
+
+    @property
+    def broken(self) -> bool:
+        """Whether a step was left out for another reason than the scale of its loss."""
+        left_out = [step.loss for step in self.steps if not math.isfinite(step.norm)]
+        return len(left_out) > self.overflows or any(not math.isfinite(loss.policy + loss.value) for loss in left_out)
 
     def mean(self, figure: str) -> float:
         """Mean of a figure of the loss over the tokens of the steps that were taken; NaN without any."""
@@ -100,6 +109,7 @@ class PPOTrainer:
         self.policy = [p for p in model.policy.parameters() if p.requires_grad]
         self.trained = model.trained  # the policy, and a value function that learns in its loss
         self.sharded = any(map(is_sharded, self.trained))
+        self.scale = scale_for(settings.dtype, model.policy.device)
         # Several microbatches of sharded weights: whole gradients take memory, summing each time takes messages.
         whole = sum(p.numel() * p.element_size() for p in self.trained if is_sharded(p))
         self.sums_once = all(self.ranks.all(WHOLE * whole < free_memory(model.policy.device)))
@@ -145,7 +155,7 @@ class PPOTrainer:
             read_kl = partial(self.kl_now, rollout)
             move = update.move = self.ceiling.hold(read_kl, before, kl)  # shortened if it would cross the ceiling
             tokens = rollout.tokens_per(unit)
-            update_kl = max(update.kl_at_stop, update.mean("approx_kl")) * tokens
+            update_kl = max(update.mean("approx_kl"), update.kl_at_stop) * tokens  # NaN if no step was taken
             update.events += self.rate.observe(step, move, update_kl, tokens)
             seen, made = self.ceiling.seen(move), self.progress.made
             update.events += self.controller.step(kl.mean, len(rollout), seen, progress=made)  # 6. move beta
@@ -173,12 +183,14 @@ class PPOTrainer:
                         update.kl_at_stop = found.approx_kl / weight
                         self.ranks.drop(self.optimizer, self.trained)
                         break
-                made.append((loss, self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm)))
+                made.append((loss, self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm, self.scale)))
                 weights.append(weight)
         update.steps = [
             OptimizerStep(loss, weight, norm) for weight, (loss, norm) in zip(weights, self.read(made), strict=True)
         ]
-        if len(update.taken) < len(update.steps):
+        if self.scale is not None:
+            update.loss_scale, update.overflows = self.scale.read()
+        if update.broken:
             update.skip("a gradient")
         if self.features is not None:
             update.critic_loss, finite = self.fit_critic(self.features, rollout, targets, step)
@@ -208,8 +220,9 @@ class PPOTrainer:
             with memory_for(f"a training pass of {len(packed.ids)} rows does not fit", smaller_pass("ppo")):
                 loss = self.loss(tokens.at(packed.places), packed)
                 # Token sums over the *global* count, so that microbatches of unequal length weigh right.
+                total = (self.settings.vf_coef * loss.value + loss.policy) / weight
                 with self.ranks.sending(self.trained, last=last):
-                    ((self.settings.vf_coef * loss.value + loss.policy) / weight).backward()
+                    (total if self.scale is None else self.scale(total)).backward()
             passes.append(loss.detached())
         return Loss.joined(torch.stack(passes))
 
@@ -306,6 +319,7 @@ class PPOTrainer:
             "controller": self.controller.save(),
             "ceiling": self.ceiling.forecast.state_dict(),
             "progress": self.progress.state_dict(),
+            **({} if self.scale is None else {"scale": self.scale.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -314,3 +328,5 @@ class PPOTrainer:
         self.controller.restore(state["controller"])
         self.ceiling.forecast.load_state_dict(state["ceiling"])
         self.progress.load_state_dict(state["progress"])
+        if self.scale is not None:
+            self.scale.load_state_dict(state["scale"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, exchange_lacks_system, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
-from rlhf_kl.models.lm import Trunk
+from rlhf_kl.models.lm import FLOAT16_ENDS, Trunk
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
 from rlhf_kl.models.tokens import encode_all, pad
@@ -108,6 +108,7 @@ class RewardModel:
         self.limit = min(limits, default=None)
         self.trunk = Trunk(model, dtype)
         self.told = False  # that the chat template leaves out system messages
+        self.overflowed = False  # in float16, which was told
         self.keeps_states = False
         # Of the last batch, where `keeps_states`: its layout, with a token more behind each text, and states (N, H).
         self.kept: tuple[Layout, Tensor] | None = None
@@ -160,6 +161,9 @@ class RewardModel:
         check_tokens(self.model, self.tokenizer, rows)
         read = partial(self._encoded, types) if self.encoder else partial(self._behind, self._starts(prompts, rows))
         scores = read(rows, SCORING_ROWS).cpu()
+        if self.trunk.dtype == torch.float16 and not self.overflowed and not bool(scores.isfinite().all()):
+            self.overflowed = True
+            log.warning(f"reward model: a score is not finite; activations may be too large, since {FLOAT16_ENDS}")
         return torch.where(scores.isfinite(), scores, math.inf)
 
     def _encoded(self, types: Rows | None, rows: Rows, most_rows: int) -> Tensor:

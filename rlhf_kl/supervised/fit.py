@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_kl.config.schema.sections import EpochsSection
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import Event, StepSkipped
+from rlhf_kl.gradients import scale_for
 from rlhf_kl.memory import memory_for, smaller_pass
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
 from rlhf_kl.optim import adamw, lr_factor, set_learning_rate
@@ -58,9 +59,13 @@ class Task(ABC):
 class SupervisedTrainer:
     """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches of near-equal length."""
 
-    def __init__(self, task: Task, settings: EpochsSection, seed: int, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, task: Task, settings: EpochsSection, seed: int, ranks: Ranks = ALONE, dtype: str = "float32"
+    ) -> None:
+        """`dtype`: in which the layers compute."""
         self.task, self.model, self.settings, self.seed, self.ranks = task, task.model, settings, seed, ranks
         self.optimizer = adamw(self.model, settings.learning_rate, settings.weight_decay)
+        self.scale = scale_for(dtype, next(self.model.parameters()).device)
         self.per_epoch = math.ceil(len(task) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
         self.rows = settings.microbatch_size  # of a pass, at most
@@ -81,10 +86,15 @@ class SupervisedTrainer:
         set_learning_rate(self.optimizer, settings.learning_rate * factor)
         weight = sum(self.task.weights[row] for row in batch)
         sums = self.backward(ranks.mine(batch), weight)
-        norm = float(ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm))
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        norm = float(ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm, self.scale))
+        figures: dict[str, Any] = {name: value / weight for name, value in sums.items()}
+        overflowed = False
+        if self.scale is not None:
+            figures["train/loss_scale"], figures["train/overflows"] = self.scale.read()
+            overflowed = figures["train/overflows"] > 0 and math.isfinite(figures["train/loss"])
+        self.skipped = 0 if math.isfinite(norm) or overflowed else self.skipped + 1
         self.events = [StepSkipped()] if self.skipped else []
-        return {name: value / weight for name, value in sums.items()} | {
+        return figures | {
             "step": step,
             "train/grad_norm": norm,
             "train/learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -103,8 +113,9 @@ class SupervisedTrainer:
             for group in groups:
                 with memory_for(f"a training pass of {len(group)} rows does not fit", smaller_pass(self.settings.path)):
                     loss, sums = self.task.loss([rows[i] for i in group])
+                    mean = loss / weight
                     with self.ranks.sending(self.model.parameters(), last=group is groups[-1]):
-                        (loss / weight).backward()
+                        (mean if self.scale is None else self.scale(mean)).backward()
                 _add(totals, {"train/loss": float(loss.detach()), **sums})
             return totals
 

@@ -22,36 +22,42 @@ if TYPE_CHECKING:
 
 SLOWER = 1.2  # a factor that is told
 C = TypeVar("C", bound=AnyConfig)
+LACKS_ON_MPS = (
+    "mps: rlhf-kl was never run on it. It lacks float64, whose sums come to the CPU, CUDA graphs, and several "
+    "processes; AdamW takes several kernels. run.device=cpu is measured"
+)
 LAUNCH = f"start them with {shell_command('torchrun')} --nproc-per-node N -m rlhf_kl train --config X.yaml"
 
 
 def on_this_machine(config: C, *, stored: bool = False) -> C:
     """The config with a number type in place of `run.dtype: auto`.
 
-    bfloat16 on a GPU that computes in it (one that only emulates it is slow), else float32. `stored`: to read a run,
-    whose bfloat16 counts as auto, or a lone model; a log line tells a type that is neither the run's nor float32.
+    bfloat16 on a CUDA GPU that computes in it, float16 on one that would only emulate it, which is slow, else float32.
+    `stored`: to read a run, whose 16 bits count as auto, or a lone model; a log line tells a type that is neither the
+    run's nor float32.
     """
-    if config.run.dtype != "auto" and not (stored and config.run.dtype == "bfloat16"):
+    if config.run.dtype == "float32" or not (stored or config.run.dtype == "auto"):
         return config
     import torch
 
     device = pick_device(config.run).type
-    fast = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype = "bfloat16" if fast else "float32"
+    dtype = "float32"
+    if device == "cuda":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     if stored and dtype != {"auto": "float32"}.get(config.run.dtype, config.run.dtype):
         log.info(f"run.dtype: {config.run.dtype}; here, on {device}, the models compute in {dtype}")
     run = config.run.model_copy(update={"dtype": dtype})
     return cast(C, config.model_copy(update={"run": run}))
 
 
-def bfloat16_slowdown(section: RunSection) -> float:
-    """Time of a product in bfloat16 over that in float32, measured here for a bfloat16 run on a CPU; 1 for others."""
+def half_slowdown(section: RunSection) -> float:
+    """Time of a product in 16 bits over that in float32, measured here for such a run on a CPU; 1 for others."""
     import torch
 
-    if section.dtype != "bfloat16" or pick_device(section).type != "cpu":
+    if section.dtype in ("auto", "float32") or pick_device(section).type != "cpu":
         return 1.0
     seconds = []
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (getattr(torch, section.dtype), torch.float32):
         x = torch.ones(512, 512, dtype=dtype)
         moments = [(torch.mm(x, x), time.perf_counter())[1] for _ in range(6)]
         seconds.append(min(end - start for start, end in itertools.pairwise(moments)))
@@ -64,7 +70,8 @@ def pick_device(section: RunSection) -> torch.device:
 
     name = section.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"  # mps only by name: it was never measured
+        mps = torch.backends.mps.is_available() and group_size() == 1  # several processes cannot work together on it
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"run.device: {name}: no CUDA device is available here")
     number = name.partition(":")[2]
@@ -105,6 +112,8 @@ def run_device(section: RunSection, *, group: bool = False) -> torch.device:
         device = torch.device("cuda", int(index))
     if device.index is not None:
         torch.cuda.set_device(device)
+    if device.type == "mps":
+        log.info(LACKS_ON_MPS)
     # cuDNN's attention makes a plan for each new length, which takes longer than a rollout; torch has other kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device

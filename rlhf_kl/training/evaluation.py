@@ -18,11 +18,12 @@ def evaluate_policy(
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[Part]]:
     """The `eval/*` figures of the policy before update `step`, its `heldout_rows`, and its `token_parts`.
 
-    `events` gets what is left out. `more`: further prompts, for the scores. Errors: InputError from a reward.
+    Before step 1 that is the reference, where the policy began as it: so this may follow the update. `events` gets what
+    is left out. `more`: further prompts, for the scores. Errors: InputError from a reward.
     """
     assert held.reference is not None
     same = step == 1 and began_as_reference  # then these are the reference's figures too
-    texts = held.perplexity(held.policy)
+    texts = held.perplexity(held.reference if same else held.policy)
     of_reference = held.perplexity(held.reference) if step == 1 and not same else None
     every, others = held.samples(same=same)
     own, other = every.pick(held.firsts), others.pick(held.firsts)

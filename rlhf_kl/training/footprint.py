@@ -28,7 +28,7 @@ from rlhf_kl.training.outlines import Outline, Outlines, Sizes
 from rlhf_kl.training.sets import CHARACTERS
 from rlhf_kl.training.start import AT_END
 
-FLOAT, HALF = 4, 2  # bytes of a number in float32 and in bfloat16
+FLOAT, HALF = 4, 2  # bytes of a number in float32, and in bfloat16 or float16
 TEMPORARIES = 6  # copies in float32 of logits that are drawn from, or of the piece that is compared
 ENGINE_ROOM = 1.2  # times the weights of an engine, for what it computes
 Parts = dict[str, float]  # bytes by what takes them
@@ -57,7 +57,7 @@ class Footprint:
         shape, model = self.policy.shape, self.policy.model
         self.hidden, self.vocabulary = int(shape.hidden_size), int(shape.vocab_size)
         self.depth = int(shape.num_hidden_layers)
-        self.half, self.adapted = config.run.dtype == "bfloat16", has_adapter(model)
+        self.half, self.adapted = config.run.dtype != "float32", has_adapter(model)
         self.size = HALF if self.half else FLOAT  # of a number in the layers
         self.shards, self.apart = config.policy.shard, config.reference.shard
         self.rows, self.new = config.rollout.batch_size // place.processes, config.rollout.max_new_tokens
@@ -72,7 +72,8 @@ class Footprint:
         if not self.shards:  # frozen layers are stored in the type that they compute in
             self.weights -= (FLOAT - self.size) * (self.every.inside - self.learning.inside)
         # On a GPU products with the head may round a copy of it; layers that learn are copied while they compute.
-        rounds = self.half and place.device.type == "cuda" and can_shift(model.get_output_embeddings(), shape)
+        self.rounds = config.run.dtype == "bfloat16"
+        rounds = self.rounds and place.device.type == "cuda" and can_shift(model.get_output_embeddings(), shape)
         self.rounded = float(HALF * self.vocabulary * self.hidden * rounds)
         self.copies = float(HALF * self.learning.inside * (self.half and not self.shards))
 
@@ -231,7 +232,7 @@ class Footprint:
         if self.models.value is not None:
             kept += self.models.value.kept
         exact = kl.placement != "reward" and kl.estimator == "exact"
-        copies = 2 + exact + self.half / 2  # the policy's, their gradient and its rounded copy, the reference's
+        copies = 2 + exact + self.rounds / 2  # the policy's, their gradient and its rounded copy, the reference's
         head = self.vocabulary * self.hidden * (self.learning.outside > 0)
         begin = {
             "activations": rows * kept,

@@ -14,7 +14,7 @@ from rlhf_kl.config.schema.sections import RunSection, TunedSection
 from rlhf_kl.errors import blame
 from rlhf_kl.hub import GGUF, model_folder
 from rlhf_kl.models.gguf import gguf_folder
-from rlhf_kl.models.lm import LM, enable_recompute
+from rlhf_kl.models.lm import LM, check_range, enable_recompute
 from rlhf_kl.models.lora import (
     LANGUAGE_MODEL,
     adapter_base,
@@ -101,7 +101,9 @@ class Loader:
         """
         access = self.access if adapted else self.mapped
         with ui.progress(f"loading {key}"), blame(key):
-            return self._language_model(ref, access, keep_adapter=keep_adapter)
+            loaded = self._language_model(ref, access, keep_adapter=keep_adapter)
+            check_range(loaded.model, self.dtype)
+            return loaded
 
     def _language_model(self, ref: str, access: Access, *, keep_adapter: bool = False) -> Loaded:
         folder = self.folder(ref)
@@ -136,6 +138,7 @@ class Loader:
             else:
                 model = load_reward_model(folder, self.mapped, section.label)
                 tokenizer = load_tokenizer(folder, self.access)
+            check_range(model, self.dtype)
             form = {"chat": section.chat_template, "append_eos": section.append_eos, "pair": section.text_pair}
             model = freeze(model).to(self.device)
             with read_as_float32(model):

@@ -25,7 +25,7 @@ from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.run.log import encode_json, read_jsonl
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state, load_library_state
-from rlhf_kl.text import duration
+from rlhf_kl.text import duration, format_number
 from rlhf_kl.training.card import model_card
 from rlhf_kl.training.device import run_device
 from rlhf_kl.training.evaluation import evaluate_policy
@@ -101,22 +101,27 @@ class TrainLoop:
             self.scorers.begin(step, total)
             with self.going_on(step):
                 evaluates = (step - 1) % config.eval.updates_between == 0
-                evaluated, samples = self.evaluate(step, events) if evaluates else ({}, [])
+                # The policy before its first update is the reference, which is measured later: the row comes sooner.
+                later = evaluates and step == 1 and self.setup.reference_is_initial_policy
+                evaluated, samples = self.evaluate(step, events) if evaluates and not later else ({}, [])
                 row, rollout, found = self.step(step)
-            self.record(step, samples)
+                drawn = self.sample_rows(step, rollout)
+                if later:
+                    show(row | self.speed(row, began))
+                    evaluated, samples = self.evaluate(step, events)
+                    perplexity, score = (format_number(evaluated[f"eval/{name}"]) for name in ("perplexity", "scores"))
+                    log.info(f"held out, before update 1: perplexity {perplexity}, score {score}")
+            self.record(step, [*samples, *drawn])
             row |= evaluated
             row["alerts"], decision = self.monitors(row, events + found)
             ended_by = None if decision is None else self.obey(decision, row)
             self.note_best_checkpoint(row)
-            if step % config.tracking.samples_every == 0 or step in (1, total):
-                self.record_samples(step, rollout)
-            now = time.perf_counter()
-            row |= speed(row, now - began, config.rollout.batch_size, self.setup.policy.device)
-            row["time/elapsed_s"] = self.run.seconds
-            began = now
+            row |= self.speed(row, began) | {"time/elapsed_s": self.run.seconds}
+            began = time.perf_counter()
             # A policy with a broken number is no checkpoint.
             self.run.log(row, sound=not any(isinstance(event, UpdateSkipped | WeightsLost) for event in found))
-            show(row)
+            if not later:
+                show(row)
             if step == self.run.next_step and (between := self.run.interval.seconds(row["time/step_s"])) >= LONG_S:
                 log.info(f"a checkpoint about every {duration(between)}")
             for note in worded(found, notes=True):
@@ -159,6 +164,11 @@ class TrainLoop:
         """One update: its row, the rollout and its events. One that is not finite is left out."""
         self.scorers.begin(step, self.config.updates)  # discards what an evaluation logged
         return update_policy(self.config, self.training, self.scorers, self.ranks, step)
+
+    def speed(self, row: Mapping[str, Any], began: float) -> dict[str, float]:
+        """Times and rates of an update that began at `began`."""
+        seconds = time.perf_counter() - began
+        return speed(row, seconds, self.config.rollout.batch_size, self.setup.policy.device)
 
     # ---- what the monitors decide
 
@@ -211,12 +221,14 @@ class TrainLoop:
         start = [0] if ceiling is not None and ceiling.action == "rollback" else []
         self.run.spared = start + ([best["step"]] if best is not None else [])
 
-    def record_samples(self, step: int, rollout: RolloutBatch) -> None:
-        """Record some responses of the update token by token."""
+    def sample_rows(self, step: int, rollout: RolloutBatch) -> list[dict[str, Any]]:
+        """Some responses of the update token by token, where they are due."""
+        if step % self.config.tracking.samples_every and step not in (1, self.config.updates):
+            return []
         logged = self.ranks.all(self.scorers.logged_columns(len(rollout) // self.ranks.count))
         names = [name for name in logged[0] if all(name in each for each in logged)]
         extra = {name: [value for each in logged for value in each[name]] for name in names}
-        self.record(step, sample_rows(step, rollout, self.setup.tokenizer, self.scorers.column_names, extra))
+        return list(sample_rows(step, rollout, self.setup.tokenizer, self.scorers.column_names, extra))
 
     def record(self, step: int, samples: Iterable[dict[str, Any]]) -> None:
         """Write rows of `samples.jsonl`."""

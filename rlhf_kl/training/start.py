@@ -240,7 +240,7 @@ def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
     with sampler_of(setup.policy, setup.engine, ranks) as sampler:
         sampled = ranks.run(lambda: sampler.sample(prompts, noise, sampling))
     layout = response_layout(prompts, sampled, setup.policy.device)
-    plain = ReferenceStates(setup.reference, share=False)  # reads otherwise than the sampler, so errors show
+    plain = ReferenceStates(setup.reference, share=False, once=True)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
     results = check_start(
         setup.policy,
@@ -248,7 +248,7 @@ def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
         sampled,
         stats,
         reference_is_initial_policy=setup.reference_is_initial_policy,
-        float32=config.run.dtype == "float32",
+        dtype=config.run.dtype,
         engine=setup.engine is not None,
     )
     log.info("start checked: " + ", ".join(results))

@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_kl import ui
 from rlhf_kl.errors import GuardStop, InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
 from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.ops.head import Head
 from rlhf_kl.run.checkpoint import checkpoints
+from rlhf_kl.training import loop
 from tests.runs import Train, rows, updates
 
 
@@ -24,6 +26,28 @@ def test_which_updates_are_evaluated_and_sampled(tiny_run: Path) -> None:
     assert found[0]["eval/kl_token"] == pytest.approx(0, abs=1e-5)
     assert {sample["step"] for sample in samples if sample["chosen"] == "held out"} == {1, 3, 5, 7}
     assert {sample["step"] for sample in samples if sample["chosen"] != "held out"} == {1, 2, 4, 6}
+
+
+def test_the_first_row_is_shown_before_the_evaluation_of_the_start(
+    train: Train, tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It measures the policy before its first update all the same. One that is not its reference is measured first."""
+    events: list[str] = []
+
+    def noted(name: str, call: Any) -> Any:
+        return lambda *args, **options: events.append(name) or call(*args, **options)
+
+    monkeypatch.setattr(loop, "evaluate_policy", noted("evaluated", loop.evaluate_policy))
+    monkeypatch.setattr(ui.RunTable, "show", noted("shown", ui.RunTable.show))
+    other = new_gpt2(vocab_size=7, hidden_size=8, layers=1, heads=1, context=32, tokenizer=letters, seed=5)
+    save_model(other, letters, tmp_path / "model")
+    few = ("ppo.total_episodes=16", "ppo.learning_rate=0.1")
+    for name, changes in {"same": few, "other": (*few, f"reference.model='{tmp_path / 'model'}'")}.items():
+        train(tmp_path / name, *changes)
+    assert events == ["shown", "evaluated", "evaluated", "evaluated", "shown", "evaluated"]
+    start, end = rows(tmp_path / "same")
+    assert start["eval/kl_token"] == 0.0 < 0.01 < end["eval/kl_token"]
+    assert start["eval/perplexity"] == pytest.approx(rows(tmp_path / "other")[0]["eval/perplexity"], rel=1e-6)
 
 
 def test_a_run_that_cannot_start_overwrites_nothing(train: Train, tiny_run: Path, tmp_path: Path) -> None:
@@ -61,7 +85,7 @@ def test_what_cannot_be_trained_is_refused_and_leaves_the_folder_free(
 ) -> None:
     (tmp_path / "own.py").write_text(REWARDS)
     other = new_gpt2(vocab_size=9, hidden_size=8, layers=1, heads=1, context=32, tokenizer=letters, seed=0)
-    save_model(other, letters, tmp_path / "other")
+    save_model(other, letters, tmp_path / "model")
     for words, changes in REFUSED.items():
         with pytest.raises(InputError, match=words):
             train(tmp_path / "run", *(change.format(tmp_path) for change in changes))

@@ -56,6 +56,19 @@ def test_no_update_on_the_way_is_planned_to_move_the_policy_too_far(tokens: floa
     assert factors[1:] == pytest.approx([2.0] * 7)  # 0.005 * 2**2 = 0.02
 
 
+def test_updates_without_a_step_tell_no_pace() -> None:
+    """As those whose steps all overflow: that the KL stands still is no reason to raise the rate."""
+    rule, still = PacedRate(TARGET, 60), PacedRate(TARGET, 60)
+    for n in range(1, 4):
+        observe(rule, n, 0.0, 0.0, math.nan)
+        observe(still, n, 0.0, 0.0, 0.0)
+    assert (rule.factor, rule.pace) == (1.0, None)
+    assert still.factor > 1.5
+    observe(rule, 4, 0.0, 0.05, 1e-4)
+    observe(rule, 5, 0.05, 0.1, 1e-4)
+    assert rule.pace == pytest.approx(0.05)
+
+
 def test_near_the_target_the_rate_only_falls() -> None:
     rule = PacedRate(TARGET, 60)
     travel(rule, 0.05, 8)

@@ -276,7 +276,8 @@ torch_attention = torch.nn.functional.scaled_dot_product_attention
 def fill_torch() -> None:
     cuda = torch.cuda
     cuda._lazy_init = lambda: None
-    cuda.is_available = cuda.is_bf16_supported = lambda **_: True
+    cuda.is_available = lambda: True
+    cuda.is_bf16_supported = lambda including_emulation=True: including_emulation  # as a T4: auto is float16
     cuda.device_count = lambda: 1
     cuda.current_device = cuda.max_memory_allocated = cuda.memory_reserved = lambda *_: 0
     cuda.mem_get_info = lambda *_: (80 << 30, 80 << 30)

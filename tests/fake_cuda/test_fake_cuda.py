@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+
+from rlhf_kl.run.log import read_jsonl
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the fake device, and there is none here"),
@@ -43,7 +46,7 @@ COMMANDS = {
     ],
     "train-adapter": ["train", *SMOKE, *IN_BFLOAT16, *settings(ADAPTER), "--output-dir", "adapter"],
     "train-groups": ["train", *SMOKE, *ON_GPU, *settings(GROUPS), "--output-dir", "groups"],
-    "train-head": ["train", *SMOKE, *ON_GPU, *settings(HEAD), "--output-dir", "head"],
+    "train-head": ["train", *SMOKE, *ON_GPU, *settings([*HEAD, "run.dtype=auto"]), "--output-dir", "head"],
 }
 DECODE = [name for name in COMMANDS if name not in ("sft", "reward-model", "eval-model")]
 
@@ -68,7 +71,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for layers in LAYERS:
         assert found[f"{layers}-layers"]["code"] == 0, found[f"{layers}-layers"]["output"]
         found[f"{layers}-layers"] = counter.counts(found[f"{layers}-layers"])
-    return found | {"returned_mib": result["returned_mib"]}
+    return found | {"returned_mib": result["returned_mib"], "folder": folder}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -98,6 +101,17 @@ def test_the_host_seldom_waits_in_an_update(outcomes: dict[str, Any]) -> None:
     assert 3 <= waits["sampling"] <= 6, waits  # 24 tokens, of which every eighth is a look at what has ended
     assert waits["outside of sampling"] <= 9, waits
     assert waits["training passes"] <= 1, waits
+
+
+def test_a_gpu_that_only_emulates_bfloat16_computes_in_float16(outcomes: dict[str, Any]) -> None:
+    run = outcomes["folder"] / "head"
+    assert yaml.safe_load((run / "config.yaml").read_text())["run"]["dtype"] == "float16"
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if "policy/loss_scale" in row]
+    assert rows
+    assert all(row["policy/overflows"] == 0 for row in rows)
+    places = outcomes["train-head"]["places"]
+    waits = sum(count for place, count in places.items() if " at gradients.py" in place)
+    assert waits <= 2 * len(rows), places  # one an update, one a checkpoint
 
 
 def test_the_tokens_of_many_responses_are_read_at_once(outcomes: dict[str, Any]) -> None:

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from rlhf_kl.errors import InputError
+from rlhf_kl.models import logits as logits_module
 from rlhf_kl.models.lm import LM, cache_name, check_head, enable_recompute, recomputing
 from rlhf_kl.ops.packing import Packed, pack_last, text_layout
 from rlhf_kl.seeding import uniforms
@@ -45,6 +47,49 @@ def test_gradients_are_those_of_the_models_own_pass(new_model: Make) -> None:
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert float(gradients[0].norm()) > 0.1
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+class FullSize(TorchDispatchMode):
+    """Notes the operations that make a tensor of one size."""
+
+    def __init__(self, size: tuple[int, ...]) -> None:
+        super().__init__()
+        self.size, self.made = size, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.layout == torch.strided and result.shape == self.size:
+            self.made.append(func._schema.name.partition("::")[2])
+        return result
+
+
+@pytest.mark.parametrize(("tied", "words"), [(True, 64), (True, 7), (False, 64)])
+def test_tied_embeddings_have_one_gradient_of_full_size_where_a_pass_has_few_words(
+    monkeypatch: pytest.MonkeyPatch, tied: bool, words: int
+) -> None:
+    monkeypatch.setattr(logits_module, "LARGE", 0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+    def gradients(lm: bool) -> tuple[list[torch.Tensor], list[str]]:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("llama", vocab_size=words, tie_word_embeddings=tied, **sizes)
+        model = AutoModelForCausalLM.from_config(config)
+        weight = model.get_input_embeddings().weight
+        if lm:
+            logits = LM(model).head().logits(LM(model)(packed(0, 0)))
+        else:
+            logits = model(input_ids=torch.tensor([TEXTS[0]] * 2)).logits[:, 3:-1].flatten(0, 1)
+        with FullSize(tuple(weight.shape)) as full:
+            logits.log_softmax(-1)[:, 3].sum().backward(retain_graph=True)
+            logits.log_softmax(-1)[:, 3].sum().backward()  # of a second pass
+        assert weight.grad is not None
+        assert weight.grad.layout == torch.strided
+        return [p.grad for p in model.parameters() if p.grad is not None], full.made
+
+    found, made = gradients(lm=True)
+    for ours, own in zip(found, gradients(lm=False)[0], strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-5)
+    assert ("embedding_dense_backward" in made) == (not tied or words == 7)
 
 
 class Louder(GPT2LMHeadModel):

@@ -116,14 +116,13 @@ def start(policy: Any, prompts: Prompts, dtype: torch.dtype) -> list[str]:
     """The checks of a run that starts from `policy`."""
     lm, reference = LM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)
     sampled = lm.sample(prompts.ids, uniforms(len(prompts), 8, 0, "x"), SAMPLING)
-    stats, _ = measure(
-        ActorCritic(lm), ReferenceStates(reference), response_layout(prompts.ids, sampled, lm.device), 0.8
-    )
-    float32 = dtype == torch.float32
-    return check_start(lm, reference, sampled, stats, reference_is_initial_policy=True, float32=float32)
+    layout = response_layout(prompts.ids, sampled, lm.device)
+    stats, _ = measure(ActorCritic(lm), ReferenceStates(reference), layout, 0.8)
+    name = str(dtype).removeprefix("torch.")
+    return check_start(lm, reference, sampled, stats, reference_is_initial_policy=True, dtype=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("shift", [-100.0, 0.0, 60.0])
 def test_a_shift_passes_the_padding_check(shifted: Make, prompts_of: Make, shift: float, dtype: torch.dtype) -> None:
     results = start(shifted(shift), prompts_of(*TEXTS), dtype)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from tests.made import Make
 
@@ -41,6 +40,7 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
     from rlhf_kl.config.schema import TrainConfig
     from rlhf_kl.data.prompts import PromptStream
     from rlhf_kl.models.lm import LM, Trunk
+    from rlhf_kl.models.pretrained import compute_dtype
     from rlhf_kl.models.value import ActorCritic, HeadValue, SeparateValue, frozen_lm, zero_head
     from rlhf_kl.optim import adamw
     from rlhf_kl.ppo.origin import way_from
@@ -74,12 +74,13 @@ def make_trainer(new_model: Make, letters: Any, prompts_of: Make) -> Make:
         }
         config = TrainConfig.model_validate(settings)
         policy = policy if policy is not None else new_model(seed=3, spread=0.1)
-        lm, size = LM(policy), policy.config.hidden_size
+        dtype = compute_dtype(config.run.dtype)
+        lm, size = LM(policy, dtype), policy.config.hidden_size
         began_there = reference is None if began_there is None else began_there
         reference = copy.deepcopy(policy) if reference is None else reference
-        other = reference if isinstance(reference, LM) else frozen_lm(reference, torch.float32, lm.device)
+        other = reference if isinstance(reference, LM) else frozen_lm(reference, dtype, lm.device)
         if trunk is not None:
-            model = ActorCritic(lm, SeparateValue(Trunk(trunk), zero_head(size)))
+            model = ActorCritic(lm, SeparateValue(Trunk(trunk, dtype), zero_head(size)))
         else:
             model = ActorCritic(lm, critic=critic) if critic is not None else ActorCritic(lm, HeadValue(size))
         states = ReferenceStates(other)

@@ -10,6 +10,7 @@ import torch
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.errors import GuardStop
 from rlhf_kl.models.lm import LM
+from rlhf_kl.models.pretrained import compute_dtype
 from rlhf_kl.models.value import ActorCritic, freeze
 from rlhf_kl.ppo.checks import check_start, checked_prompts
 from rlhf_kl.ppo.rollout import measure, response_layout
@@ -30,13 +31,15 @@ def check(prompts_of: Make) -> Make:
         share: bool = False,
         lm: type[LM] = LM,
         texts: Sequence[str] = ("a", "abcdab", "dd", "cab"),
+        dtype: str = "float32",
     ) -> list[str]:
-        prompts, own = checked_prompts(PromptStream(prompts_of(*texts), 4, 0)), lm(policy)
-        other = lm(reference if share else freeze(reference))
+        number = compute_dtype(dtype)
+        prompts, own = checked_prompts(PromptStream(prompts_of(*texts), 4, 0)), lm(policy, number)
+        other = lm(reference if share else freeze(reference), number)
         sampled = own.sample(prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
         plain = ReferenceStates(other, share=False)
         stats, _ = measure(ActorCritic(own), plain, response_layout(prompts, sampled, own.device), 0.8)
-        return check_start(own, other, sampled, stats, reference_is_initial_policy=initial, float32=True)
+        return check_start(own, other, sampled, stats, reference_is_initial_policy=initial, dtype=dtype)
 
     return check
 
@@ -52,6 +55,18 @@ def test_a_reference_that_trains_along_is_another_model_or_has_no_numbers(check:
     with pytest.raises(GuardStop, match="not finite"):
         check(policy, broken, initial=False)
     check(policy, other, initial=False)
+
+
+def test_activations_beyond_float16_are_told_with_the_way_out(check: Make, new_model: Make) -> None:
+    """Each weight has a number in float16; what they make of a text has none."""
+    policy = new_model(seed=1)
+    with torch.no_grad():
+        policy.transformer.h[0].mlp.c_fc.bias.fill_(100.0)
+        policy.transformer.h[0].mlp.c_proj.weight[:, 0] = 1000.0
+    for dtype in ("float32", "bfloat16"):
+        check(policy, copy.deepcopy(policy), dtype=dtype)
+    with pytest.raises(GuardStop, match=r"float16 .*run\.dtype"):
+        check(policy, copy.deepcopy(policy), dtype="float16")
 
 
 class IgnoresPadding(LM):

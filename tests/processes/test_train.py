@@ -190,20 +190,30 @@ def test_a_run_goes_on_with_or_without_shards(
 
 
 @NEEDS_SHARDS
-def test_sharded_weights_in_bfloat16(
-    rlhf_kl: Make, together: Make, tiny_settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """Layers are gathered in bfloat16; the policy begins as its reference, and learns as in one process."""
+def test_weights_in_16_bits(rlhf_kl: Make, together: Make, tiny_settings: dict[str, Any], tmp_path: Path) -> None:
+    """Sharded layers are gathered in them; the policy begins as its reference, and learns as in one process.
+
+    In float16 the scale of the loss moves alike in all processes.
+    """
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings))
-    words = ["train", "--config", tmp_path / "tiny.yaml", "--quiet", "--set", "run.dtype=bfloat16", "--output-dir"]
-    assert rlhf_kl(*words, tmp_path / "one").code == 0
-    result = together([[*words, tmp_path / "two", *[word for each in SHARDS for word in ("--set", each)]]])
-    assert result.codes == [[0], [0]], result.output
-    one, two = updates(tmp_path / "one"), updates(tmp_path / "two")
-    assert two[0]["kl/token"] < 1e-6
-    for a, b in zip(one, two, strict=True):
-        for key in ("kl/token", "objective/scores", "policy/loss", "policy/grad_norm"):
-            assert b[key] == pytest.approx(a[key], rel=0.02, abs=2e-4), (a["step"], key)
+    words = ["train", "--config", tmp_path / "tiny.yaml", "--quiet", "--set", "run.dtype=DTYPE", "--output-dir"]
+    shards = [word for each in SHARDS for word in ("--set", each)]
+    runs = {"bfloat16": ("bfloat16", shards), "float16": ("float16", []), "float16-sharded": ("float16", shards)}
+    written = {name: [str(word).replace("DTYPE", dtype) for word in words] for name, (dtype, _) in runs.items()}
+    for name in ("bfloat16", "float16"):
+        assert rlhf_kl(*written[name], tmp_path / f"{name}-1").code == 0
+    result = together([[*written[name], tmp_path / f"{name}-2", *more] for name, (_, more) in runs.items()])
+    assert result.codes == [[0] * 3] * 2, result.output
+    for name, (dtype, more) in runs.items():
+        one, two = updates(tmp_path / f"{dtype}-1"), updates(tmp_path / f"{name}-2")
+        assert two[0]["kl/token"] < 1e-6
+        assert (two[0]["dist/held"] < 0.6) == bool(more)
+        for a, b in zip(one, two, strict=True):
+            for key in ("kl/token", "objective/scores", "policy/loss", "policy/grad_norm"):
+                assert b[key] == pytest.approx(a[key], rel=0.02, abs=2e-4), (name, a["step"], key)
+            for key in ("policy/loss_scale", "policy/overflows"):
+                assert a.get(key) == b.get(key), (name, a["step"], key)
+    assert "policy/loss_scale" in two[0]
 
 
 @NEEDS_SHARDS

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,18 @@ def test_the_head_of_a_bfloat16_model_computes_in_float32(model: RewardModel) ->
     expected = (last @ shifted.score.weight.double().T).squeeze(1).tolist()
     assert found == pytest.approx(expected, abs=1e-4)
     assert expected != pytest.approx(torch.tensor(expected).bfloat16().tolist(), abs=1e-2)
+
+
+def test_scores_beyond_float16_are_told_once_with_the_way_out(model: RewardModel, caplog: Any) -> None:
+    with torch.no_grad():
+        large = copy.deepcopy(model.model)
+        large.transformer.h[0].mlp.c_fc.bias.fill_(100.0)
+        large.transformer.h[0].mlp.c_proj.weight[:, 0] = 1000.0
+    for dtype, told in ((torch.bfloat16, 0), (torch.float16, 1)):
+        reward = RewardModel(large, model.tokenizer, dtype=dtype)
+        for _ in range(2):
+            assert all(map(math.isinf, scores(reward, PROMPTS, RESPONSES))) == bool(told)
+        assert sum("run.dtype" in line for line in caplog.messages) == told
 
 
 def test_a_text_beyond_the_context_keeps_its_end(model: RewardModel) -> None:

@@ -139,10 +139,13 @@ def test_an_adapter_trains_little_and_is_its_own_reference(planned: Any) -> None
     assert half["models loaded"]["weights"] == half["at rest"]["weights"]  # rounded before they come
     assert half["at rest"]["weights"] == pytest.approx(4 * (ALL + adapter) - 2 * layers, rel=0.02)
     assert half["at rest"]["frozen models"] == 4 * adapter + 2 * 2 * 32 * 8  # rounded heads of both
+    exact = planned({"policy": {"lora": {"r": 2}}, "run": {"dtype": "float16"}}, device=GPU)
+    assert exact["at rest"] == half["at rest"] | {"frozen models": 4 * adapter}  # no head is rounded
 
 
-def test_bfloat16_copies_what_is_trained_unless_it_is_sharded(planned: Any) -> None:
-    half = {"run": {"dtype": "bfloat16"}}
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_copy_what_is_trained_unless_it_is_sharded(planned: Any, dtype: str) -> None:
+    half = {"run": {"dtype": dtype}}
     assert planned(half)["reading"]["copies"] == 2 * 2 * LAYER
     assert "copies" not in planned(half | {"policy": {"shard": True}}, processes=2)["reading"]
     assert planned(half)["at rest"]["frozen models"] == 2 * 2 * LAYER + 4 * ROOT
@@ -204,7 +207,7 @@ def really_kept(model: Any, dtype: torch.dtype, rows: int) -> int:
     return sum(storage.nbytes() for number, storage in kept.items() if number not in own)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kind", "off"), [("llama", 0.0), ("qwen2", 0.0), ("gemma3_text", 0.0), ("gpt2", 0.1)])
 def test_what_a_pass_keeps_is_what_autograd_keeps(kind: str, off: float, dtype: torch.dtype, tmp_path: Path) -> None:
     wide: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32}

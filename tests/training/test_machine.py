@@ -17,7 +17,7 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.sections import RunSection
 from rlhf_kl.errors import InputError
 from rlhf_kl.rewards.scorer import Scorers
-from rlhf_kl.training.device import bfloat16_slowdown, group_size, on_this_machine, pick_device, run_device
+from rlhf_kl.training.device import group_size, half_slowdown, on_this_machine, pick_device, run_device
 from rlhf_kl.training.shards import shard_models
 from tests.runs import Cli, sets
 
@@ -33,11 +33,20 @@ def test_a_device_that_is_not_here() -> None:
             run_device(RunSection(device="mps"))
 
 
-def test_mps_is_never_chosen_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("processes", "device"), [(1, "mps"), (2, "cpu")])
+def test_mps_is_taken_by_one_process_and_told_to_be_untried(
+    processes: int, device: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert pick_device(RunSection(device="auto")).type == "cpu"
-    assert pick_device(RunSection(device="mps")).type == "mps"
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    with caplog.at_level("INFO", logger="rlhf_kl"):
+        assert run_device(RunSection(device="auto"), group=True).type == device
+    assert [line.partition(":")[0] for line in caplog.messages] == ["mps"] * (device == "mps")
+    auto = TrainConfig.model_validate({"run": {"dtype": "auto"}})
+    assert on_this_machine(auto).run.dtype == "float32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device(RunSection(device="auto")).type == "cuda"
 
 
 def test_several_processes_of_a_command_that_runs_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +66,7 @@ def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatc
     ("written", "machine", "read", "dtype", "told"),
     [
         ("auto", "gpu", False, "bfloat16", None),
-        ("auto", "old gpu", False, "float32", None),
+        ("auto", "old gpu", False, "float16", None),
         ("auto", "cpu", False, "float32", None),
         ("float32", "gpu", False, "float32", None),
         # of a run that is read where it may not have been trained
@@ -65,6 +74,10 @@ def test_what_accelerate_offers_beside_is_refused(monkeypatch: pytest.MonkeyPatc
         ("bfloat16", "gpu", True, "bfloat16", None),
         ("auto", "cpu", True, "float32", None),  # as for `--model`
         ("auto", "gpu", True, "bfloat16", "on cuda"),
+        ("bfloat16", "old gpu", True, "float16", "on cuda"),
+        ("float16", "gpu", True, "bfloat16", "on cuda"),
+        ("float16", "cpu", True, "float32", "on cpu"),
+        ("float16", "gpu", False, "float16", None),
         ("float32", "gpu", True, "float32", None),
     ],
 )
@@ -204,7 +217,10 @@ def on_cpu(folder: Path, dtype: str) -> TrainConfig:
 
 @pytest.mark.parametrize(
     ("precision", "dtype", "told"),
-    [("fp16", "float32", 1), ("bf16", "float32", 1), ("bf16", "bfloat16", 0), ("no", "bfloat16", 0)],
+    [
+        *(("fp16", "float32", 1), ("bf16", "float32", 1), ("bf16", "bfloat16", 0), ("no", "bfloat16", 0)),
+        *(("fp16", "float16", 0), ("bf16", "float16", 1)),
+    ],
 )
 def test_accelerates_precision_is_told_to_have_no_effect(
     precision: str, dtype: str, told: int, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Path
@@ -215,18 +231,19 @@ def test_accelerates_precision_is_told_to_have_no_effect(
     assert all(precision in line and f"run.dtype decides ({dtype})" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("delay", "level"), [(0.02, "doubtful"), (0.0, "fine")])
-def test_a_cpu_without_units_for_bfloat16_is_measured_and_told(
-    delay: float, level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_cpu_without_units_for_16_bits_is_measured_and_told(
+    delay: float, level: str, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def product(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         time.sleep(0.001 if x.dtype == torch.float32 else 0.001 + delay)
         return x
 
     monkeypatch.setattr(torch, "mm", product)
-    config = on_cpu(tmp_path / "run", "bfloat16")
-    assert (bfloat16_slowdown(config.run) > 5) == (delay > 0)
-    assert bfloat16_slowdown(config.run.model_copy(update={"dtype": "float32"})) == 1.0
+    config = on_cpu(tmp_path / "run", dtype)
+    assert (half_slowdown(config.run) > 5) == (delay > 0)
+    assert half_slowdown(config.run.model_copy(update={"dtype": "float32"})) == 1.0
     finding = check_dtype(config, torch.device("cpu"))
     assert finding.level == level
     assert ("in float32" in finding.text) == (delay > 0)

@@ -111,9 +111,10 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
     """Seed of every random choice."""
     device: str = "auto"
-    """auto (CUDA, else the CPU), cpu, cuda, cuda:N or mps. Never run: mps."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Data type of the computation; master weights stay float32. auto: bfloat16 on a GPU that has it, else float32."""
+    """auto (CUDA, else Apple's mps, else the CPU), cpu, cuda, cuda:N or mps. Never run: mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Data type of the layers; master weights, head and losses stay float32. auto: bfloat16 on a CUDA GPU that computes
+    in it, float16 on an older one, float32 elsewhere."""
     wait_minutes: Positive = 30.0
     """With several processes: minutes to wait for one that does not answer. The wait for scores has no limit."""
     trust_remote_code: bool = False
