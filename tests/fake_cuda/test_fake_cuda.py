@@ -111,7 +111,7 @@ def test_a_gpu_that_only_emulates_bfloat16_computes_in_float16(outcomes: dict[st
     assert all(row["policy/overflows"] == 0 for row in rows)
     places = outcomes["train-head"]["places"]
     waits = sum(count for place, count in places.items() if " at gradients.py" in place)
-    assert waits <= 2 * len(rows), places  # one an update, one a checkpoint
+    assert waits <= 2 * len(rows) + 1, places  # one an update, one a checkpoint, one at the start
 
 
 def test_the_tokens_of_many_responses_are_read_at_once(outcomes: dict[str, Any]) -> None:
