@@ -89,8 +89,7 @@ def _load(cls: Any, ref: str, access: Access) -> Model:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise InputError(f"{ref}: {problem}: {shown}")
     switch_dropout_off(model)
-    fuse_norms(model)
-    return model
+    return fuse_norms(model)
 
 
 def _load_failure(error: Exception) -> str:
