@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from rlhf_kl.ops.masked import Mean, float64, mean_of_groups
-from rlhf_kl.ops.packing import Layout
+from rlhf_kl.ops.packing import CPU, Layout
 
 Unit = Literal["token", "sequence"]
-CPU = torch.device("cpu")
 REWARD = "reward"  # the name of the scores that the policy is trained on
 TERM, RAW = "terms.", "raw."  # before the name of a term: what it adds to a sum, and its own score
 WATCHED = "scorers."  # before the name of a scorer that never trains
@@ -71,24 +70,25 @@ class Sampling:
 
 
 class Sampled(NamedTuple):
-    """Responses, padded on the right."""
+    """Responses, padded on the right, on the CPU."""
 
     ids: Tensor  # (B, T) long, EOS included
     mask: Tensor  # (B, T) bool
     ended: Tensor  # (B,) bool: the response has an EOS
     logprobs: Tensor  # (B, T) of the tokens, as they were drawn
-    states: Tensor | None = None  # (N, H) hidden states that the N tokens were drawn from, row by row, in float32 runs
+    # (N, H) on the device, in float32 runs: hidden states that the N tokens were drawn from, row by row
+    states: Tensor | None = None
 
     def rows(self) -> list[list[int]]:
         """The tokens of each response."""
-        return [row[kept].tolist() for row, kept in zip(self.ids.cpu(), self.mask.cpu(), strict=True)]
+        return [row[:length] for row, length in zip(self.ids.tolist(), self.mask.sum(1).tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Responses of one policy with everything that PPO needs to know about them; never mutated.
+    """Responses of one policy with everything that PPO needs to know about them, on the CPU; never mutated.
 
-    After a rollout it is the batch of all processes, on the CPU, where each of them computes the same numbers from it.
+    After a rollout it is the batch of all processes, where each of them computes the same numbers from it.
     """
 
     prompt_ids: Tensor  # (B, P) long, left-padded
@@ -119,11 +119,6 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.response_ids)
 
-    def cpu(self) -> RolloutBatch:
-        """A copy on the CPU."""
-        moved: dict[str, Any] = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
-
     def mean(self, x: Tensor, unit: Unit = "token", rows: Sequence[int] | slice = slice(None)) -> Mean:
         """Mean of `x` (B, T) over all tokens, or of its sums over responses; prompts are the independent draws.
 
@@ -135,7 +130,11 @@ class RolloutBatch:
 
     def kl(self, unit: Unit) -> Mean:
         """Mean exact KL in nats per token or per response: what is controlled, held below a ceiling and logged."""
-        return self.mean(self.exact_kl, unit)
+        return self._kls[unit]
+
+    @cached_property
+    def _kls(self) -> dict[Unit, Mean]:
+        return {unit: self.mean(self.exact_kl, unit) for unit in get_args(Unit)}
 
     def score(self) -> Mean:
         """Mean shaped score of the responses that have one."""
@@ -144,28 +143,30 @@ class RolloutBatch:
 
     def score_spread(self) -> float:
         """Standard deviation of the shaped scores over the responses that have one."""
-        return float(float64(self.shaped_scores)[self.scored.to(self.shaped_scores.device)].std(correction=0))
+        return float(float64(self.shaped_scores)[self.scored].std(correction=0))
 
     @classmethod
     def concat(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:
         """The rows of several batches; prompts are padded on the left, responses on the right."""
+        if len(parts) == 1:
+            return parts[0]
         columns: dict[str, Any] = {}
         for column in fields(cls):
             values = [getattr(part, column.name) for part in parts]
             if isinstance(values[0], list):
                 columns[column.name] = [text for value in values for text in value]
             elif isinstance(values[0], dict):
-                columns[column.name] = {name: torch.cat([value[name].cpu() for value in values]) for name in values[0]}
+                columns[column.name] = {name: torch.cat([value[name] for value in values]) for name in values[0]}
             elif isinstance(values[0], Tensor):
                 columns[column.name] = torch.cat(_padded(values, left=column.name.startswith("prompt_")))
             else:
                 columns[column.name] = values[0]
         return cls(**columns)
 
-    @property
+    @cached_property
     def scored(self) -> Tensor:
         """Whether each response has a score: (B,) bool."""
-        return ~self.scores[REWARD].isnan().to(self.mask.device)
+        return ~self.scores[REWARD].isnan()
 
     @property
     def weights(self) -> Tensor:
@@ -176,7 +177,7 @@ class RolloutBatch:
         """Mean number of tokens in a unit."""
         return 1.0 if unit == "token" else int(self.mask.sum()) / len(self)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """Tokens of each response, EOS included: (B,)."""
         return self.mask.sum(1)

@@ -196,6 +196,12 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         "summary.json",
         of_run,
     ),  # 40
+    "operations": Measurement(
+        "operations, kernels and waits of an update, by phase",
+        ["scripts/count_operations.py", "--out", "FOLDER"],
+        "count_operations.json",
+        lambda found: dict(found["phases"]),
+    ),  # 2
     "reliability": Measurement(
         "how often a promise of reliability was put to the test, and kept",
         ["scripts/reliability.py", "--out", "FOLDER"],

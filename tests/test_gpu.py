@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.models import decoding
 from rlhf_kl.models.lm import LM, takes_ready_masks
+from rlhf_kl.models.norms import fuse_norms
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
@@ -55,3 +57,16 @@ def test_steps_replayed_as_a_cuda_graph_draw_what_steps_started_from_python_draw
     assert 0 < int(expected.ended.sum()) < 64
     same = (result.ids == expected.ids).all(1).double().mean() if result.ids.shape == expected.ids.shape else 0.0
     assert same == 1.0 if dtype == torch.float32 else same > 0.7
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_norms_of_one_kernel_have_the_gradients_of_those_that_are_written_out(kind: str) -> None:
+    sizes = {"vocab_size": 90, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, bos_token_id=1, eos_token_id=2))
+    fused = fuse_norms(copy.deepcopy(model.to("cuda")))
+    ids = torch.arange(3, 63, device="cuda").view(4, 15)
+    for each in (model, fused):
+        each(ids).logits.log_softmax(-1)[..., 5].sum().backward()
+    for own, other in zip(model.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, own.grad, rtol=1e-3, atol=1e-5)

@@ -15,7 +15,7 @@ from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, in_chunks
 from rlhf_kl.ops.masked import WITHOUT_FLOAT64, float64
-from rlhf_kl.ops.packing import SharedPrompts
+from rlhf_kl.ops.packing import SharedPrompts, send
 from rlhf_kl.types import Sampled, Sampling
 
 STOP_TEST_EVERY = {"cpu": 1, "cuda": 8}  # steps; reading the finished rows from a GPU makes it wait
@@ -50,7 +50,8 @@ def decode(
     hidden, cache, mask = model.read_prompts(prompts)
     width = mask.shape[1]
     reserve(cache, width + limit, model.dtype)
-    stops = torch.tensor(sampling.eos_ids, device=device)
+    ends = torch.tensor(sampling.eos_ids)
+    (stops,) = send(device, ends)
     test_every = STOP_TEST_EVERY.get(device.type, STOP_TEST_EVERY["cuda"])
     compact_below = COMPACT_BELOW.get(device.type, COMPACT_BELOW["cuda"])
     mask = torch.cat([mask, mask.new_ones(len(mask), limit)], 1)
@@ -64,7 +65,7 @@ def decode(
     # Of the rows that are still in the batch:
     rows = tokens = torch.arange(len(mask), device=device)
     alive = torch.ones_like(rows, dtype=torch.bool)
-    noise = noise if device.type in WITHOUT_FLOAT64 else noise.to(device)
+    noise = noise if device.type in WITHOUT_FLOAT64 else send(device, noise)[0]
     for column in range(limit):
         if column:
             hidden = steps(tokens, width + column)
@@ -82,16 +83,17 @@ def decode(
         if len(kept) <= compact_below * len(rows):
             steps.keep(kept)
             rows, alive, noise, tokens = (x.index_select(0, kept.to(x.device)) for x in (rows, alive, noise, tokens))
-    sampled = _until_stop(drawn, len(prompts.copies), stops, sampling.pad_id)
+    sampled = _until_stop(drawn, len(prompts.copies), ends, sampling.pad_id)
     return sampled._replace(states=_states_of(sampled.mask, drawn, states)) if keep_states else sampled
 
 
 def _until_stop(drawn: list[tuple[Tensor, Tensor, Tensor]], rows: int, stops: Tensor, pad_id: int) -> Sampled:
     """Responses from the tokens of each step: tokens after a row's first stop token are left out."""
-    ids = torch.full((rows, len(drawn)), pad_id, dtype=torch.long, device=stops.device)
-    logprobs = torch.zeros(ids.shape, device=stops.device)
+    ids = torch.full((rows, len(drawn)), pad_id, dtype=torch.long, device=drawn[0][1].device)
+    logprobs = torch.zeros(ids.shape, device=ids.device)
     for column, (live, tokens, chosen) in enumerate(drawn):
         ids[live, column], logprobs[live, column] = tokens, chosen
+    ids, logprobs = ids.cpu(), logprobs.cpu()
     stop = torch.isin(ids, stops)  # a pad token may be a stop token, but comes only after the first one
     mask = stop.long().cumsum(1) - stop.long() == 0
     length = int(mask.sum(1).max())
@@ -104,7 +106,8 @@ def _states_of(mask: Tensor, drawn: list[tuple[Tensor, Tensor, Tensor]], states:
     grid = states[0].new_zeros(*mask.shape, states[0].shape[-1])
     for column in range(mask.shape[1]):
         grid[drawn[column][0], column] = states[column]
-    return grid[mask]
+    (kept,) = send(grid.device, mask.flatten().nonzero().squeeze(1))
+    return grid.flatten(0, 1).index_select(0, kept)
 
 
 # ---- steps
@@ -160,7 +163,7 @@ class FixedSteps(Steps):
         """New tensors, with room for further tokens."""
         room = min(end + GROWTH, self.mask.shape[1])
         room += -room % ALIGNED
-        self.place = torch.tensor([end - 1], device=tokens.device)
+        self.place = torch.full((1,), end - 1, device=tokens.device)
         for layer in self.cache.layers:
             layer.fix(room, self.place)
         self.tokens, self.now = tokens.unsqueeze(1).clone(), self.positions[:, end - 1 : end].clone()

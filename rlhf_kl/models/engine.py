@@ -80,7 +80,7 @@ class VLLM:
                 raise InputError(f"rollout.engine: vllm, with these engine_options: {error}") from error
         if "distributed_executor_backend" in settings:
             atexit.register(self.llm.llm_engine.engine_core.shutdown)  # before the group, which it needs, is left
-        self.device, self.shapes = policy.device, shapes_of(policy)
+        self.shapes = shapes_of(policy)
         self.base: Any = None  # the model whose frozen weights it has
         self.request: Any = None  # for the adapter that is used
 
@@ -146,8 +146,7 @@ class VLLM:
         logprobs = torch.zeros(mask.shape)
         logprobs[mask] = torch.tensor([each[token].logprob for token, each in steps])
         ended = torch.tensor([row[-1] in sampling.eos_ids for row in rows])
-        device = self.device
-        return Sampled(ids.to(device), mask.to(device), ended.to(device), logprobs.to(device))
+        return Sampled(ids, mask, ended, logprobs)
 
 
 @contextlib.contextmanager

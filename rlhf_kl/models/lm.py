@@ -35,6 +35,7 @@ from rlhf_kl.models.logits import (
 from rlhf_kl.models.tokens import position_ids
 from rlhf_kl.ops.head import Head, token_logprobs
 from rlhf_kl.ops.packing import Packed, SharedPrompts, share_prompts, text_layout
+from rlhf_kl.sharding import has_shards
 from rlhf_kl.types import Sampled, Sampling
 from rlhf_kl.ui import log
 
@@ -86,11 +87,18 @@ class Trunk(nn.Module):
         """The context of the layers: autocast where they compute in 16 bits."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    def recording(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of the layers: without gradients nothing is kept for them, which saves a tenth of a small pass.
+
+        FSDP keeps what it gathers in a pass for the next one, which may have gradients.
+        """
+        return contextlib.nullcontext() if torch.is_grad_enabled() or has_shards(self) else torch.inference_mode()
+
     def hidden(self, rows: Packed) -> Tensor:
         """Last hidden states (N, H) at the states of `rows`."""
         if rows.prompts is not None and not self.shares_prompts:
             rows = rows.unshared()
-        with self.active(), self.precision():
+        with self.active(), self.precision(), self.recording():
             states = self._read(rows.ids) if rows.prompts is None else self._read_behind(rows.prompts, rows.ids)
         return states.flatten(0, 1).index_select(0, rows.states)
 
@@ -316,5 +324,4 @@ def negative_log_likelihood(lm: LM, rows: Sequence[Sequence[int]], starts: Seque
     """Of each token of `rows` from `starts` (at least 1) on, row after row: (N,), in nats."""
     layout = text_layout(rows, starts, lm.device)
     packed = layout.pack(range(len(rows)))
-    ids = layout.response_ids.flatten()[packed.places]
-    return -token_logprobs(lm(packed), lm.head(), ids)
+    return -token_logprobs(lm(packed), lm.head(), layout.chosen[packed.places])

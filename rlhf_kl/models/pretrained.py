@@ -21,6 +21,7 @@ from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import first_line, model_on_hub
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.models.lm import check_head, takes_ready_masks
+from rlhf_kl.models.norms import fuse_norms
 from rlhf_kl.shell import shell_command
 from rlhf_kl.types import Sampling
 
@@ -88,7 +89,7 @@ def _load(cls: Any, ref: str, access: Access) -> Model:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise InputError(f"{ref}: {problem}: {shown}")
     switch_dropout_off(model)
-    return model
+    return fuse_norms(model)
 
 
 def _load_failure(error: Exception) -> str:

@@ -49,13 +49,11 @@ def first_token_bytes(tokenizer: Any, text: str) -> int:
 def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     """Rows of ids as (ids (B, L) long, mask (B, L) bool); the mask comes from the lengths."""
     width = max(1, max(len(row) for row in rows))
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, place] = torch.tensor(row, dtype=torch.long)
-        mask[i, place] = True
-    return ids, mask
+    gaps = [[pad_id] * (width - len(row)) for row in rows]
+    ids = [[*gap, *row] if left else [*row, *gap] for gap, row in zip(gaps, rows, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
+    columns = torch.arange(width)
+    return torch.tensor(ids, dtype=torch.long), columns >= width - lengths if left else columns < lengths
 
 
 def position_ids(mask: Tensor) -> Tensor:

@@ -166,4 +166,5 @@ def compare_distributions(logits: Tensor, ref_logits: Tensor, ids: Tensor, tempe
         mean, logprob_variance = _moments(p, logp, logp)
         both = (x.gather(-1, chosen)[:, 0] for x in (logp, ref_logp))
         parts.append((*both, kl.clamp_min(0.0), -mean, k1_variance, logprob_variance))
-    return TokenStats(*(torch.cat(column).view(ids.shape) for column in zip(*parts, strict=True)))
+    columns = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    return TokenStats(*(column.view(ids.shape) for column in columns))

@@ -55,10 +55,11 @@ def mean_of_groups(sums: Tensor, sizes: Tensor, group: int = 1) -> Mean:
     group = 1 if group == len(sums) else group
     sums = float64(sums).view(-1, group).sum(1)
     sizes = float64(sizes).view(-1, group).sum(1)
-    mean = sums.sum() / sizes.sum()
+    total = sizes.sum()
+    mean = sums.sum() / total
     draws = len(sums)
     residual = (sums - mean * sizes).square().sum() * draws / max(1, draws - 1)
-    return Mean(float(mean), float(residual.sqrt() / sizes.sum()))
+    return Mean(float(mean), float(residual.sqrt() / total))
 
 
 def whiten(x: Tensor, mask: Tensor, *, center: bool = True) -> tuple[Tensor, Tensor]:
@@ -72,10 +73,12 @@ def whiten(x: Tensor, mask: Tensor, *, center: bool = True) -> tuple[Tensor, Ten
     return torch.where(mask, shifted / std, torch.zeros_like(x)), std
 
 
+@torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite; one transfer from the device for all tensors."""
-    flags = [torch.isfinite(tensor).all() for tensor in tensors]
-    return bool(torch.stack(flags).all()) if flags else True
+    """Whether every number is finite; if so, with few operations and one transfer from the device."""
+    every = list(tensors)
+    norms = torch.stack(torch._foreach_norm(every)) if every else torch.zeros(0)  # of each tensor
+    return bool(norms.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in every)
 
 
 def correlation(a: Tensor, b: Tensor) -> float | None:

@@ -21,7 +21,17 @@ LEAST_SPARED = {
     "cpu": 0,
     "cuda": PASS_OVERHEAD["cuda"],
 }  # tokens that sharing spares: prompts are read in a pass before
+CPU = torch.device("cpu")
 KEYS_AND_VALUES = 4  # tokens of a copied prompt (keys and values only) that take the memory of one computed token
+
+
+def send(device: torch.device, *columns: Tensor) -> list[Tensor]:
+    """Columns of one type on the device: by one transfer to a GPU, for which the host does not wait."""
+    if device.type != "cuda":
+        return [x.to(device) for x in columns]
+    joined = torch.cat([x.flatten() for x in columns]).pin_memory().to(device, non_blocking=True)
+    parts = joined.split([x.numel() for x in columns])
+    return [part.view(x.shape) for part, x in zip(parts, columns, strict=True)]
 
 
 def pass_overhead(device: torch.device) -> int:
@@ -103,12 +113,14 @@ def share_prompts(prompts: Sequence[tuple[int, ...]], device: torch.device) -> S
     common = DifferentPrompts(prompts).common(range(len(number)), device)
     rests = [prompt[common:] for prompt in number]
     width = max(map(len, rests))
-    return SharedPrompts(
-        torch.tensor(prompts[0][:common], dtype=torch.long, device=device),
-        torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests], device=device),
-        torch.tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests], device=device),
-        torch.tensor([number[prompt] for prompt in prompts], device=device),
+    prefix, ids, mask, copies = send(
+        device,
+        torch.tensor(prompts[0][:common], dtype=torch.long),
+        torch.tensor([[0] * (width - len(rest)) + list(rest) for rest in rests]),
+        torch.tensor([[0] * (width - len(rest)) + [1] * len(rest) for rest in rests]),
+        torch.tensor([number[prompt] for prompt in prompts]),
     )
+    return SharedPrompts(prefix, ids, mask.bool(), copies)
 
 
 class Layout:
@@ -120,17 +132,16 @@ class Layout:
         prompt_width: int,
         prompt_lengths: Tensor,
         response_lengths: Tensor,
-        device: torch.device | None = None,
+        device: torch.device = CPU,
         begin: int = 0,
     ) -> None:
         """`ids` (B, P + T): prompts padded on the left to P = `prompt_width`, responses on the right to T.
 
-        `prompt_lengths` and `response_lengths` (B,) count real tokens. `device`: of the passes, where it is not that of
-        the ids. `begin`: the row whose first response token has number 0.
+        `prompt_lengths` and `response_lengths` (B,) count real tokens. `device`: of the passes; all else is on the CPU.
+        `begin`: the row whose first response token has number 0.
         """
-        self.ids, self.prompt_width, self.device = ids, prompt_width, device or ids.device
-        self.prompts = prompt_lengths.cpu()
-        self.responses = response_lengths.cpu()
+        self.ids, self.prompt_width, self.device = ids, prompt_width, device
+        self.prompts, self.responses = prompt_lengths, response_lengths
         self.first = self.responses.cumsum(0) - self.responses  # number of each row's first response token
         self.first -= int(self.first[begin])
         # The last token is drawn but never read.
@@ -142,10 +153,20 @@ class Layout:
         """(B, T) long."""
         return self.ids[:, self.prompt_width :]
 
+    @cached_property
+    def chosen(self) -> Tensor:
+        """The same as (B * T,), on the device of the passes."""
+        return send(self.device, self.response_ids.flatten())[0]
+
+    def grid(self, figures: Tensor) -> Tensor:
+        """Figures (n, N) of the response tokens as (n, B, T) on the CPU; zeros in padding."""
+        grid = torch.zeros(len(figures), *self.response_ids.shape)
+        grid[:, torch.arange(grid.shape[2]) < self.responses.unsqueeze(1)] = figures.cpu()
+        return grid
+
     def pack(self, rows: Sequence[int]) -> Packed:
         """These rows as one pass."""
         picked = torch.as_tensor(rows)
-        device = self.device
         prompts, responses = self.prompts[picked], self.responses[picked]
         length = max(self.lengths[row] for row in rows)
         columns = torch.arange(length)
@@ -153,10 +174,15 @@ class Layout:
         source.clamp_max_(self.ids.shape[1] - 1)
         owner, place = _response_tokens(responses)
         states = owner * length + prompts[owner] + place - 1
-        places = picked[owner] * (self.ids.shape[1] - self.prompt_width) + place
-        numbers = self.first[picked][owner] + place
-        ids = self.ids[picked.to(self.ids.device)].gather(1, source.to(self.ids.device))
-        return Packed(ids.to(device), states.to(device), places.to(device), numbers.to(device))
+        return self._sent(self.ids[picked].gather(1, source), states, picked[owner], place)
+
+    def _sent(
+        self, ids: Tensor, states: Tensor, rows: Tensor, place: Tensor, prompts: SharedPrompts | None = None
+    ) -> Packed:
+        """A pass whose tokens have these rows and places in their row (N,)."""
+        columns = ids, states, rows * self.response_ids.shape[1] + place, self.first[rows] + place
+        ids, states, places, numbers = send(self.device, *columns)
+        return Packed(ids, states, places, numbers, prompts)
 
     @cached_property
     def prompt_tokens(self) -> list[tuple[int, ...]]:
@@ -172,15 +198,12 @@ class Layout:
     def pack_shared(self, rows: Sequence[int]) -> Packed:
         """These rows as one pass that reads the common parts of their prompts once."""
         picked = torch.as_tensor(rows)
-        device = self.device
         responses = self.responses[picked]
         length = int(responses.max())
         owner, place = _response_tokens(responses)
-        states, places = owner * length + place, picked[owner] * self.response_ids.shape[1] + place
-        numbers = self.first[picked][owner] + place
-        ids = self.response_ids[picked.to(self.ids.device), : length - 1].to(device)
-        prompts = share_prompts([self.prompt_tokens[row] for row in rows], device)
-        return Packed(ids, states.to(device), places.to(device), numbers.to(device), prompts)
+        prompts = share_prompts([self.prompt_tokens[row] for row in rows], self.device)
+        ids = self.response_ids[picked, : length - 1]
+        return self._sent(ids, owner * length + place, picked[owner], place, prompts)
 
     def passes(self, rows: Sequence[int], *, most_rows: int, most_tokens: int, share: bool = True) -> Iterator[Packed]:
         """The rows in passes: in those of `groups`, or where the prompts have enough in common, which reads it once."""
@@ -193,7 +216,7 @@ class Layout:
             worth = WORTH_SHARING * sum(self.lengths[row] for row in rows)
             if every - read > max(worth, LEAST_SPARED.get(self.device.type, LEAST_SPARED["cuda"])):
                 for group in group_lengths(
-                    [int(self.responses[row]) for row in rows],
+                    self.responses[list(rows)].tolist(),
                     most_rows=most_rows,
                     most_tokens=most_tokens - common,
                     overhead=pass_overhead(self.device) + common,
@@ -230,11 +253,10 @@ def _response_tokens(responses: Tensor) -> tuple[Tensor, Tensor]:
 def text_layout(rows: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device) -> Layout:
     """The layout of plain texts, whose tokens from `starts` (at least 1) on are scored."""
     prompt, response = max(starts), max(len(row) - start for row, start in zip(rows, starts, strict=True))
-    ids = torch.zeros(len(rows), prompt + response, dtype=torch.long)
-    for line, row, start in zip(ids, rows, starts, strict=True):
-        line[prompt - start : prompt - start + len(row)] = torch.tensor(row)
+    gaps = [(prompt - start, response + start - len(row)) for row, start in zip(rows, starts, strict=True)]
+    ids = torch.tensor([[0] * left + [*row] + [0] * right for row, (left, right) in zip(rows, gaps, strict=True)])
     lengths = torch.tensor([len(row) for row in rows])
-    return Layout(ids.to(device), prompt, torch.tensor(starts), lengths - torch.tensor(starts))
+    return Layout(ids, prompt, torch.tensor(starts), lengths - torch.tensor(starts), device)
 
 
 def idle_pass(device: torch.device) -> Packed:
@@ -245,12 +267,13 @@ def idle_pass(device: torch.device) -> Packed:
 
 def pack_last(rows: Sequence[Sequence[int]], device: torch.device) -> Packed:
     """Texts as one pass that reads the state of each one's last token."""
-    lengths = torch.tensor([len(row) for row in rows])
-    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for line, row in zip(ids, rows, strict=True):
-        line[: len(row)] = torch.tensor(row)
-    states = (torch.arange(len(rows)) * ids.shape[1] + lengths - 1).to(device)
-    return Packed(ids.to(device), states, states, states)
+    width = max(map(len, rows))
+    ids, states = send(
+        device,
+        torch.tensor([[*row] + [0] * (width - len(row)) for row in rows]),
+        torch.tensor([i * width + len(row) - 1 for i, row in enumerate(rows)]),
+    )
+    return Packed(ids, states, states, states)
 
 
 def group_lengths(

@@ -146,12 +146,11 @@ class HeldOut:
             made.texts += responses.texts
             made.prompts += map(tuple, responses.prompts.ids)
             if states is not None:
-                layout = rollout.response_layout(responses.prompts.ids, sampled)
+                layout = rollout.response_layout(responses.prompts.ids, sampled, model.device)
                 stats, _ = rollout.measure(critic, states, layout, self.sampling.temperature)
                 made.kl += float64(stats.exact_kl).sum(1).tolist()
-                read = (sampled.mask, sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
-                mask, *columns = (x.cpu() for x in read)  # at once: each read of a row would wait for a GPU
-                made.tokens += [[column[i][mask[i]].tolist() for column in columns] for i in range(len(mask))]
+                columns = (sampled.ids, stats.logprobs, stats.ref_logprobs, stats.exact_kl)
+                made.tokens += [[column[i][live].tolist() for column in columns] for i, live in enumerate(sampled.mask)]
             advance(len(responses.texts))
         return made
 

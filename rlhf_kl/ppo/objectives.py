@@ -13,6 +13,7 @@ from rlhf_kl.ops.advantages import ADVANTAGES
 from rlhf_kl.ops.kl import ESTIMATORS, kl_of_next_states, shape_rewards
 from rlhf_kl.ops.losses import policy_loss, value_loss
 from rlhf_kl.ops.masked import float64, masked_variance, whiten
+from rlhf_kl.ops.packing import send
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.types import RolloutBatch
 
@@ -38,9 +39,8 @@ class Tokens:
 
     def flat(self, device: torch.device) -> Tokens:
         """All places (B * T,) of the batch, padding included, on the device of the training passes."""
-        figures = torch.stack([x.flatten() for x in self._figures.values()]).to(device)  # one transfer
-        columns = dict(zip(self._figures, figures, strict=True))
-        return Tokens(self.kl_weight, self.ids.flatten().to(device), **columns)
+        (ids,), figures = send(device, self.ids.flatten()), send(device, *(x.flatten() for x in self._figures.values()))
+        return Tokens(self.kl_weight, ids, **dict(zip(self._figures, figures, strict=True)))
 
     def at(self, places: Tensor) -> Tokens:
         """Some of the places of `flat` (N,): no padding, so no mask."""
@@ -123,14 +123,15 @@ class Loss:
     clipped: Any  # tokens on whose ratio the clip was binding
     max_logratio: Any  # largest |log pi - log pi_old|
 
+    @torch.no_grad()
     def detached(self) -> Tensor:
         """Its five figures without gradients, in float64: (5,) in their order."""
-        return torch.stack([float64(getattr(self, column.name).detach()) for column in fields(self)])
+        return float64(torch.stack([getattr(self, column.name) for column in fields(self)]))
 
     @staticmethod
     def joined(parts: Tensor) -> Tensor:
         """(n, 5) figures of passes, or of processes, as `detached` gives them, to those of all: (5,)."""
-        return torch.cat([parts[:, :-1].sum(0), parts[:, -1:].amax(0)])
+        return torch.cat([parts[..., :-1].sum(0), parts[..., -1:].amax(0)])
 
     @classmethod
     def total(cls, parts: Sequence[Loss]) -> Loss:

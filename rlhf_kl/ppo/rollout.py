@@ -21,6 +21,7 @@ from rlhf_kl.models.tokens import decode_responses, pad
 from rlhf_kl.models.value import ActorCritic
 from rlhf_kl.ops.head import token_kl, token_stats
 from rlhf_kl.ops.logprobs import TokenStats
+from rlhf_kl.ops.masked import all_finite
 from rlhf_kl.ops.packing import Layout
 from rlhf_kl.ppo.states import PASS_ROWS, PASS_TOKENS, ReferenceStates, StateFeatures
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -118,7 +119,7 @@ class Rollouts:
             sampled = timed("time/rollout_s")(self.sample)(step)
             part = timed("time/score_s")(self.assess)(*sampled)
         # From here on there is one batch, the same in every process.
-        rollout = RolloutBatch.concat(ranks.all(part.cpu()))
+        rollout = RolloutBatch.concat(ranks.all(part))
         return replace(rollout, device=part.device, begin=ranks.mine(range(len(rollout))).start)
 
     def sample(self, step: int) -> tuple[Responses, Sampled]:
@@ -137,25 +138,25 @@ class Rollouts:
         """A batch with these raw scores, shaped for PPO."""
         raw = scores[REWARD]
         shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, batch.penalties)).float()
-        return replace(batch, scores=scores, shaped_scores=shaped.to(batch.mask.device))
+        return replace(batch, scores=scores, shaped_scores=shaped)
 
     def compare(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
         """Policy and reference at the tokens of these responses, which have no scores yet."""
-        prompts, device = responses.prompts, sampled.ids.device
-        layout = response_layout(prompts.ids, sampled)
+        prompts, device = responses.prompts, self.model.policy.device
+        layout = response_layout(prompts.ids, sampled, device)
         prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
         temperature = self.parts.sampling.temperature
         stats, values = measure(self.model, self.reference, layout, temperature, self.features, sampled.states)
         return RolloutBatch(
-            prompt_ids=prompt_ids.to(device),
-            prompt_mask=prompt_mask.to(device),
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
             response_ids=sampled.ids,
             mask=sampled.mask,
             **stats._asdict(),
             values=values,
             drawn=sampled.logprobs,
             scores={},
-            shaped_scores=torch.zeros(len(prompts), device=device),
+            shaped_scores=torch.zeros(len(prompts)),
             ended=sampled.ended,
             prompts=prompts.texts,
             responses=responses.texts,
@@ -188,19 +189,18 @@ def unusable(rollout: RolloutBatch) -> UpdateSkipped | None:
         "a value": rollout.values,
         "a score": (rollout.scores[REWARD] + rollout.shaped_scores)[rollout.scored],  # a clip makes inf finite
     }
-    for name, x in figures.items():
-        if not bool(torch.isfinite(x).all()):
-            return UpdateSkipped(f"{name} was not finite")
+    if not all_finite(figures.values()):
+        name = next(name for name, x in figures.items() if not all_finite([x]))
+        return UpdateSkipped(f"{name} was not finite")
     if not bool(rollout.scored.any()):
         return UpdateSkipped("the reward returned None for all responses", broken=False)
     return None
 
 
-def response_layout(prompts: Sequence[Sequence[int]], sampled: Sampled) -> Layout:
-    """Positions of the tokens of prompts and responses."""
+def response_layout(prompts: Sequence[Sequence[int]], sampled: Sampled, device: torch.device) -> Layout:
+    """Positions of the tokens of prompts and responses, for passes on a device."""
     ids, mask = pad(prompts, 0, left=True)
-    whole = torch.cat([ids.to(sampled.ids.device), sampled.ids], 1)
-    return Layout(whole, ids.shape[1], mask.sum(1), sampled.mask.sum(1))
+    return Layout(torch.cat([ids, sampled.ids], 1), ids.shape[1], mask.sum(1), sampled.mask.sum(1), device)
 
 
 @torch.no_grad()
@@ -212,31 +212,27 @@ def measure(
     features: StateFeatures | None = None,
     states: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor]:
-    """Policy and reference at the response tokens of a batch, and values (B, T); zeros in padding.
+    """Policy and reference at the response tokens of a batch, and values (B, T), on the CPU; zeros in padding.
 
     `features` give the values if the model has no value function; without either they are 0. The reference's
     states are kept for later. `states` (N, H): the policy's, if sampling has kept them; else they are computed.
     """
     reference.read(layout)
-    chosen = layout.response_ids
-    stats = TokenStats(*torch.zeros(len(TokenStats._fields), *chosen.shape, device=chosen.device).unbind())
-    values = torch.zeros(chosen.shape, device=chosen.device)
+    figures = torch.zeros(len(TokenStats._fields) + 1, layout.tokens, device=layout.device)
     readers = [model.policy, *([] if model.value is None else [model.value])]
     with layer_by_layer(*readers):
         for rows in reference.passes(layout, None, *readers):
             hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
-            ids = chosen.flatten()[rows.places]
-            ref = reference.at(rows.numbers)
-            read = token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)
-            for kept, column in zip(stats, read, strict=True):
-                kept.view(-1)[rows.places] = column
+            ids, ref = layout.chosen[rows.places], reference.at(rows.numbers)
+            read = [*token_stats(hidden, model.policy.head(), ids, ref, reference.head(), temperature)]
             if model.value is not None:
-                values.view(-1)[rows.places] = model.value(rows, hidden)
+                read.append(model.value(rows, hidden))
+            figures[: len(read), rows.numbers] = torch.stack(read)
     if features is not None:
         features.read(layout, reference)
-        mask = torch.arange(chosen.shape[1]) < layout.responses.unsqueeze(1)
-        values[mask.to(chosen.device)] = features.values()
-    return stats, values
+        figures[-1] = features.values()
+    *stats, values = layout.grid(figures)
+    return TokenStats(*stats), values
 
 
 @torch.no_grad()
@@ -249,11 +245,10 @@ def exact_kl_now(
 ) -> Tensor:
     """Exact KL (B, T) of the current policy at the states of an earlier rollout, or of the rows `mine`, elsewhere 0."""
     kl = torch.zeros(rollout.mask.shape, device=rollout.device)
-    ids = rollout.response_ids.flatten().to(rollout.device)
+    layout = rollout.layout
     with layer_by_layer(policy):
-        for rows in reference.passes(rollout.layout, mine, policy):
-            ref = reference.at(rows.numbers)
-            chosen = ids[rows.places]
+        for rows in reference.passes(layout, mine, policy):
+            chosen, ref = layout.chosen[rows.places], reference.at(rows.numbers)
             _, found = token_kl(policy(rows), policy.head(), chosen, ref, reference.head(), temperature)
             kl.view(-1)[rows.places] = found
     return kl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -169,18 +169,25 @@ class PPOTrainer:
         cfg, rollout = self.settings, update.rollout
         tokens = targets.flat(rollout.device)
         set_learning_rate(self.optimizer, update.learning_rate)
+        made: list[tuple[Tensor, Tensor]] = []  # of each step, read at the end: reading waits for a GPU
+        weights: list[float] = []
         with freezing(self.policy if step <= cfg.value_warmup else []):
             for rows in self.minibatches(step):
                 weight = float(targets.weights[rows].sum())
                 if not weight:
                     continue  # nothing to learn from
                 loss = self.backward(rollout.layout, tokens, rows, weight)
-                if cfg.max_update_kl is not None and loss.approx_kl > cfg.max_update_kl * weight:
-                    update.kl_at_stop = loss.approx_kl / weight
-                    self.ranks.drop(self.optimizer, self.trained)
-                    break
-                norm = self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm, self.scale)
-                update.steps.append(OptimizerStep(loss, weight, float(norm)))
+                if cfg.max_update_kl is not None:
+                    ((found, _),) = self.read([(loss, loss[:1])])
+                    if found.approx_kl > cfg.max_update_kl * weight:
+                        update.kl_at_stop = found.approx_kl / weight
+                        self.ranks.drop(self.optimizer, self.trained)
+                        break
+                made.append((loss, self.ranks.step(self.optimizer, self.trained, cfg.max_grad_norm, self.scale)))
+                weights.append(weight)
+        update.steps = [
+            OptimizerStep(loss, weight, norm) for weight, (loss, norm) in zip(weights, self.read(made), strict=True)
+        ]
         if self.scale is not None:
             update.loss_scale, update.overflows = self.scale.read()
         if update.broken:
@@ -192,8 +199,18 @@ class PPOTrainer:
         if cfg.critic:
             update.explained_variance = explained_variance(targets)
 
-    def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Loss:
-        """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`."""
+    def read(self, steps: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Loss, float]]:
+        """Figures of the losses of all processes, and norms of their gradient, in numbers; all by one transfer."""
+        if not steps:
+            return []
+        figures = self.ranks.gather(torch.stack([torch.cat([loss, norm.to(loss).view(1)]) for loss, norm in steps]))
+        return [(Loss(*Loss.joined(each[:, :-1]).tolist()), float(each[0, -1])) for each in figures.unbind(1)]
+
+    def backward(self, layout: Layout, tokens: Tokens, rows: Tensor, weight: float) -> Tensor:
+        """The gradients of one minibatch: `rows` of the batch, whose tokens have the sum of weights `weight`.
+
+        Returns the figures of this process's `Loss`: (5,).
+        """
         passes, microbatches = [], list(self.passes(layout, self.ranks.mine(rows).tolist()))
         for packed in microbatches:
             last = packed is microbatches[-1]
@@ -207,8 +224,7 @@ class PPOTrainer:
                 with self.ranks.sending(self.trained, last=last):
                     (total if self.scale is None else self.scale(total)).backward()
             passes.append(loss.detached())
-        mine = Loss.joined(torch.stack(passes))
-        return Loss(*Loss.joined(self.ranks.gather(mine)).tolist())
+        return Loss.joined(torch.stack(passes))
 
     def loss(self, x: Tokens, rows: Packed) -> Loss:
         """One forward pass: the loss summed over its tokens."""

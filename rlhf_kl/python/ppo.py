@@ -119,7 +119,7 @@ class PPO:
         with clock.timed("time/rollout_s"), torch.no_grad():
             with sampler_of(setup.policy, setup.engine, Ranks()) as sampler:
                 responses, sampled = sample_rollout(setup, sampler, step, rows, batch)
-            made = self._rollouts.compare(responses, sampled).cpu()
+            made = self._rollouts.compare(responses, sampled)
         self._made = responses, sampled, made
         return made
 
@@ -141,7 +141,7 @@ class PPO:
         self.setup.scorers.begin(step, self.config.updates)
         if self.training is None:
             self.training = self._prepare(responses, sampled, raw)
-            made = self._rollouts.compare(responses, sampled).cpu()  # with values, and the states of the trainer's own
+            made = self._rollouts.compare(responses, sampled)  # with values, and the states of the trainer's own
         self._made = None
         training, scorers = self.training, self.setup.scorers
         with training.clock.timed("time/score_s"):

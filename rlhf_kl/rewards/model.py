@@ -19,7 +19,16 @@ from rlhf_kl.models.lm import FLOAT16_ENDS, Trunk
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
 from rlhf_kl.models.tokens import encode_all, pad
-from rlhf_kl.ops.packing import Layout, group_lengths, idle_pass, pack_last, pass_overhead, same_tokens, text_layout
+from rlhf_kl.ops.packing import (
+    Layout,
+    group_lengths,
+    idle_pass,
+    pack_last,
+    pass_overhead,
+    same_tokens,
+    send,
+    text_layout,
+)
 from rlhf_kl.sharding import equally_many, has_shards
 from rlhf_kl.types import Prompt, Responses
 from rlhf_kl.ui import log
@@ -185,24 +194,23 @@ class RewardModel:
         """Scores (B,) of a decoder, which reads equal prompts once; the states behind them are kept, if wanted."""
         # A state belongs to the token after it; the last one's is a token that is not read.
         layout = text_layout([[*row, 0] for row in rows], starts, self.trunk.device)
-        owner = torch.repeat_interleave(layout.responses).to(layout.device)
-        last = torch.zeros(layout.tokens, dtype=torch.bool, device=layout.device)
-        last[layout.responses.cumsum(0) - 1] = True
+        owner = torch.full((layout.tokens,), len(rows))  # of the last token of a text; of all others none
+        owner[layout.responses.cumsum(0) - 1] = torch.arange(len(rows))
+        (owner,) = send(layout.device, owner)
         ends = states = torch.empty(0)
         share = self.trunk.shares_prompts and not has_shards(self.model)  # which calls the layers more than once
         passes = layout.passes(range(len(rows)), most_rows=most_rows, most_tokens=SCORING_TOKENS, share=share)
         for packed in self._with_others(list(passes), idle_pass(layout.device)):
             hidden = self.trunk.hidden(packed)
             if not len(ends):
-                ends = hidden.new_empty(len(rows), hidden.shape[1])
+                ends = hidden.new_empty(len(rows) + 1, hidden.shape[1])
                 states = hidden.new_empty(layout.tokens if self.keeps_states else 0, hidden.shape[1])
-            of_last = last[packed.numbers]
-            ends[owner[packed.numbers[of_last]]] = hidden[of_last]
+            ends[owner[packed.numbers]] = hidden
             if self.keeps_states:
                 states[packed.numbers] = hidden
         if self.keeps_states:
             self.kept = layout, states
-        return self._scores(self._head(ends))
+        return self._scores(self._head(ends[:-1]))
 
     def forward(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Scores (B,) float32 of encoded texts, with gradients if they are enabled. `types`: of an encoder's tokens."""

@@ -87,7 +87,7 @@ class ScoreShaping:
         `ids`: the tokens of each response, EOS included; `ended` (B,): whether it has an EOS.
         """
         terms = {
-            "missing_eos": (self.missing_eos_penalty, (~ended.cpu()).float()),
+            "missing_eos": (self.missing_eos_penalty, (~ended).float()),
             "length": (self.length_penalty, torch.tensor(list(map(len, ids))).float()),
             "repetition": (self.repetition_penalty, torch.tensor(list(map(repeated_share, ids))).float()),
         }

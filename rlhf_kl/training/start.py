@@ -239,7 +239,7 @@ def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
     noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
     with sampler_of(setup.policy, setup.engine, ranks) as sampler:
         sampled = ranks.run(lambda: sampler.sample(prompts, noise, sampling))
-    layout = response_layout(prompts, sampled)
+    layout = response_layout(prompts, sampled, setup.policy.device)
     plain = ReferenceStates(setup.reference, share=False, once=True)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
     results = check_start(

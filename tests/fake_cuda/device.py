@@ -1,15 +1,15 @@
 """`python device.py LIBRARY COMMANDS RESULT`: command lines of rlhf-kl on a CUDA device that is not there.
 
 Its tensors say that they are on cuda:0 and compute on the CPU. An operation that mixes the two raises, as on a GPU.
-Operations that let the host wait for a GPU are counted, above all those between two steps of decoding. It finds such
-crashes and waits and nothing else: there is one device, no NCCL, no kernel of a GPU, no speed.
+Operations are counted, and those that let the host wait for a GPU: what reads from it, and a copy to it that is not
+`non_blocking` or not from pinned memory. It finds such crashes and waits and nothing else: there is one device, no
+NCCL, no kernel of a GPU, no speed.
 
 LIBRARY: device.cpp, built. COMMANDS: a JSON list of command lines. RESULT: a JSON file, an entry for each of them.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
@@ -30,8 +30,14 @@ for name in ("libc10.so", "libtorch_cpu.so"):
 ctypes.CDLL(sys.argv[1])
 
 import torch  # noqa: E402
+from counts import Counts, is_view, mark_phases  # noqa: E402
+from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing  # noqa: E402
+from torch.utils._python_dispatch import (  # noqa: E402
+    TorchDispatchMode,
+    _disable_current_modes,
+    return_and_correct_aliasing,
+)
 
 DEVICE = torch.device("cuda", 0)
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive"}
@@ -45,29 +51,7 @@ class Mismatch(RuntimeError):
     """Tensors of two devices in one operation."""
 
 
-class Waits:
-    """Points where the host waits for the device, by place; of decoding also the steps, and the waits between them."""
-
-    def __init__(self) -> None:
-        self.places: collections.Counter[str] = collections.Counter()
-        self.steps = self.between = 0
-        self.open: int | None = None  # since the last step; None before the first one of a decoding
-
-    def add(self, name: str) -> None:
-        frame, places = sys._getframe(1), []
-        while frame is not None and len(places) < 2:
-            if "/rlhf_kl/" in frame.f_code.co_filename:
-                places.append(f"{frame.f_code.co_filename.partition('/rlhf_kl/')[2]}:{frame.f_lineno}")
-            frame = frame.f_back
-        self.places[f"{name} at {' from '.join(places)}"] += 1
-        self.open = None if self.open is None else self.open + 1
-
-    def step(self) -> None:
-        """One more step of the same decoding."""
-        self.steps, self.between, self.open = self.steps + 1, self.between + (self.open or 0), 0
-
-
-waits = Waits()
+counts = Counts()
 
 
 class Fake(torch.Tensor):
@@ -98,7 +82,7 @@ class Fake(torch.Tensor):
         return self.inner.data_ptr()
 
     def tolist(self) -> Any:
-        waits.add("tolist")
+        counts.wait("tolist")
         return self.inner.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -124,25 +108,48 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     fakes = [x for x in tensors if isinstance(x, Fake)]
+    counts.operation(func, on_device=bool(fakes) or is_cuda(device))
     if fakes:
         indices = pytree.tree_leaves(args[1]) if name in INDEXING else []
         check_devices(name, [x for x in tensors if isinstance(x, Fake) or not any(x is index for index in indices)])
         to_cpu = name == "_to_copy" and device is not None and not is_cuda(device)
         to_cpu |= name == "copy_" and not isinstance(args[0], Fake)
-        by_mask = any(getattr(index, "dtype", None) in (torch.bool, torch.uint8) for index in indices)
+        there = [index for index in indices if isinstance(index, torch.Tensor)]
+        by_index = any(x.dtype in (torch.bool, torch.uint8) or not isinstance(x, Fake) for x in there)
         repeats = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if to_cpu or by_mask or repeats or name in READS:
-            waits.add(name)
+        if to_cpu or by_index or repeats or name in READS:
+            counts.wait(name)
+    if name in ("_to_copy", "copy_") and waits_to_send(name, args, kwargs):
+        counts.wait(name)
     inner_args, inner_kwargs = pytree.tree_unflatten([cpu(x) for x in flat], spec)
     if device is not None:
         inner_kwargs["device"] = torch.device("cpu")
     result = func(*inner_args, **inner_kwargs)
     if not (is_cuda(device) if device is not None else fakes) or name == "_local_scalar_dense":
         return result
-    result = pytree.tree_map(on_device, result)
+    usual = torch.is_inference_mode_enabled() and not any(x.is_inference() for x in fakes) and is_view(func)
+    with torch.inference_mode(False) if usual else contextlib.nullcontext():  # there a view is what it is a view of
+        result = pytree.tree_map(on_device, result)
     with contextlib.suppress(RuntimeError, AssertionError, KeyError):  # schemas that name no alias
         return return_and_correct_aliasing(func, args, kwargs, result)
     return result
+
+
+def waits_to_send(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy from the CPU to the device lets the host wait; a number is passed with a kernel."""
+    source = args[0] if name == "_to_copy" else args[1]
+    to_device = is_cuda(kwargs.get("device")) if name == "_to_copy" else isinstance(args[0], Fake)
+    if not to_device or isinstance(source, Fake) or not source.numel() or (name == "copy_" and not source.dim()):
+        return False
+    blocks = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] and args[2]))
+    return blocks or not getattr(source, "pinned", False)
+
+
+def pinned(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """A copy in memory that the device reads by itself."""
+    copy = x.clone()
+    copy.pinned = True  # type: ignore[attr-defined]
+    return copy
 
 
 def check_devices(name: str, tensors: list[torch.Tensor]) -> None:
@@ -157,6 +164,9 @@ class Mode(TorchDispatchMode):
     """Also operations without a tensor of the device go through `computed`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self, counts.whole():  # it comes whole in inference mode alone
+                return func.decompose(*args, **(kwargs or {}))
         return computed(func, args, kwargs or {})
 
 
@@ -177,23 +187,90 @@ def apply_to(module: Any, change: Callable[[Any], Any], recurse: bool = True) ->
     return module
 
 
+torch_tensor = torch.tensor  # of numbers from the CPU
+
+
 def factory(usual: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """A function that makes a tensor."""
     made = usual(*args, **kwargs) if device is None or is_cuda(device) else usual(*args, device=device, **kwargs)
+    if usual is torch_tensor and is_cuda(device) and made.numel():
+        counts.wait("tensor")
     return on_device(made) if is_cuda(device) else made
 
 
-def attention(q: Any, k: Any, v: Any, mask: Any = None, p: float = 0.0, causal: bool = False, **options: Any) -> Any:
-    """Scaled dot-product attention as matrix products, which the device has."""
-    mask, causal = options.get("attn_mask", mask), options.get("is_causal", causal)
-    if options.get("enable_gqa"):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1, output_size=q.shape[1]) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (options.get("scale") or q.shape[-1] ** -0.5)
+class Norm(torch.autograd.Function):
+    """An RMS norm, one operation there and one back."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Any, shape: Any, weight: Any, eps: float) -> Any:
+        counts.operation()
+        ctx.save_for_backward(states, weight)
+        ctx.rest = shape, eps
+        with _disable_current_modes():
+            return Fake(torch_norm(states.inner, shape, weight.inner, eps))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        counts.operation()
+        shape, eps = ctx.rest
+        inner = [x.inner.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad(), _disable_current_modes():
+            found = torch.autograd.grad(torch_norm(inner[0], shape, inner[1], eps), inner, cpu(gradient))
+        return Fake(found[0]), None, Fake(found[1]), None
+
+
+torch_norm = torch.nn.functional.rms_norm
+
+
+def norm(states: Any, shape: Any, weight: Any, eps: float) -> Any:
+    """As `torch.nn.functional.rms_norm`."""
+    return (Norm.apply if isinstance(states, Fake) else torch_norm)(states, shape, weight, eps)
+
+
+class Attention(torch.autograd.Function):
+    """Scaled dot-product attention, one operation there and one back."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        """q, k, v; then the mask, and whether it is causal, and the scale."""
+        counts.operation()
+        ctx.save_for_backward(*args[:3])
+        ctx.rest = (cpu(args[3]), *args[4:])
+        with _disable_current_modes():
+            return Fake(products(*map(cpu, args[:3]), *ctx.rest))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        counts.operation()
+        inner = [x.inner.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad(), _disable_current_modes():
+            found = torch.autograd.grad(products(*inner, *ctx.rest), inner, cpu(gradient))
+        return (*map(Fake, found), None, None, None)
+
+
+def products(q: Any, k: Any, v: Any, mask: Any, causal: bool, scale: float | None) -> Any:
+    """Attention as matrix products."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1, output_size=q.shape[1]) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     return torch.nan_to_num(torch.softmax(scores.float(), -1)).to(v.dtype) @ v
+
+
+def attention(
+    q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, is_causal: bool = False, **options: Any
+) -> Any:
+    """As `torch.nn.functional.scaled_dot_product_attention`, autocast included."""
+    if q.device.type != "cuda":
+        return torch_attention(q, k, v, attn_mask, is_causal=is_causal, **options)
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
+    return Attention.apply(q, k, v, attn_mask, is_causal, options.get("scale"))
+
+
+torch_attention = torch.nn.functional.scaled_dot_product_attention
 
 
 def fill_torch() -> None:
@@ -210,6 +287,9 @@ def fill_torch() -> None:
     cuda.set_device = cuda.set_rng_state = cuda.empty_cache = cuda.manual_seed_all = lambda *_: None
     torch.nn.functional.scaled_dot_product_attention = attention
     torch.nn.Module._apply = apply_to
+    torch.nn.functional.rms_norm = norm
+    torch.Tensor.pin_memory = pinned
+    _foreach_utils._foreach_supported_types.append(Fake)
     for name in ("tensor", "ones", "zeros", "empty", "full", "arange", "linspace", "eye", "scalar_tensor"):
         setattr(torch, name, functools.partial(factory, getattr(torch, name)))
 
@@ -242,18 +322,19 @@ def fill_program() -> None:
 
     def counted_step(self: Any, ids: Any, *rest: Any) -> Any:
         if inside and ids.shape[1] == 1:
-            waits.step()
+            counts.step()
         return step(self, ids, *rest)
 
     def counted_decode(*args: Any, **kwargs: Any) -> Any:
         nonlocal inside
-        inside, waits.open = True, None
+        inside, counts.open = True, None
         try:
             return decode(*args, **kwargs)
         finally:
             inside = False
 
     lm.Trunk.step, lm.decode = counted_step, counted_decode
+    mark_phases(lambda: counts)
 
 
 def returned_mib() -> float:
@@ -270,18 +351,18 @@ def returned_mib() -> float:
 
 
 def run(words: list[str]) -> dict[str, Any]:
-    """Exit code, output and waits of one command."""
+    """Exit code, output and counts of one command."""
     from rlhf_kl import cli
 
-    global waits
-    waits, out = Waits(), io.StringIO()
+    global counts
+    counts, out = Counts(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), Mode():
         try:
             code = cli.run(words)
         except Exception:
             traceback.print_exc(file=out)
             code = -1
-    return {"code": code, "output": out.getvalue(), **vars(waits)}
+    return {"code": code, "output": out.getvalue(), **vars(counts)}
 
 
 def main() -> None:

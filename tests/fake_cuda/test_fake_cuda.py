@@ -1,12 +1,9 @@
-"""The commands on a device that only says it is one: no tensor stays behind, and decoding seldom waits for it."""
+"""The commands on a device that only says it is one: no tensor stays behind, and the host seldom waits for it."""
 
 from __future__ import annotations
 
-import json
-import os
+import importlib
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,26 +51,27 @@ COMMANDS = {
 DECODE = [name for name in COMMANDS if name not in ("sft", "reward-model", "eval-model")]
 
 
+LAYERS = (1, 2)  # what each further layer asks of a device is the same
+
+
+def scripts_counter() -> Any:
+    """`scripts/count_operations.py`, a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE.parents[1] / "scripts"))
+        return importlib.import_module("count_operations")
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each command did, all of them in one process; and how much memory goes back that the process then frees."""
-    folder, torch_folder = tmp_path_factory.mktemp("fake"), Path(torch.__file__).parent
-    headers = [f"-I{torch_folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
-    build = ["g++", "-shared", "-fPIC", "-std=c++20", *headers, HERE / "device.cpp", "-o", folder / "device.so"]
-    subprocess.run(build, check=True)
-    (folder / "commands.json").write_text(json.dumps(list(COMMANDS.values())))
-    files = [folder / name for name in ("device.so", "commands.json", "result.json")]
-    done = subprocess.run(
-        [sys.executable, HERE / "device.py", *files],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((folder / "result.json").read_text())
-    outcomes = dict(zip(COMMANDS, result["commands"], strict=True))
-    return outcomes | {"returned_mib": result["returned_mib"], "folder": folder}
+    folder, counter = tmp_path_factory.mktemp("fake"), scripts_counter()
+    commands = COMMANDS | {f"{layers}-layers": counter.command(folder, layers, 1) for layers in LAYERS}
+    result = counter.run_there(folder, list(commands.values()))
+    found = dict(zip(commands, result["commands"], strict=True))
+    for layers in LAYERS:
+        assert found[f"{layers}-layers"]["code"] == 0, found[f"{layers}-layers"]["output"]
+        found[f"{layers}-layers"] = counter.counts(found[f"{layers}-layers"])
+    return found | {"returned_mib": result["returned_mib"], "folder": folder}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -88,6 +86,23 @@ def test_decoding_waits_for_the_device_at_one_step_of_eight(outcomes: dict[str, 
     assert waits <= steps / 8, outcomes[name]["places"]
 
 
+@pytest.mark.parametrize(("column", "most"), [("operations", 9000), ("with parts", 10400), ("kernels", 4000)])
+def test_an_update_of_thirty_layers_asks_for_few_operations_beside_sampling(
+    outcomes: dict[str, Any], column: str, most: int
+) -> None:
+    one, two = (outcomes[f"{layers}-layers"]["outside of sampling"][column] for layers in LAYERS)
+    assert 0 < one < one + 29 * (two - one) <= most, outcomes["2-layers"]
+
+
+def test_the_host_seldom_waits_in_an_update(outcomes: dict[str, Any]) -> None:
+    one, two = outcomes["1-layers"], outcomes["2-layers"]
+    waits = {name: row["waits"] for name, row in two.items()}
+    assert waits == {name: row["waits"] for name, row in one.items()}  # however many layers there are
+    assert 3 <= waits["sampling"] <= 6, waits  # 24 tokens, of which every eighth is a look at what has ended
+    assert waits["outside of sampling"] <= 9, waits
+    assert waits["training passes"] <= 1, waits
+
+
 def test_a_gpu_that_only_emulates_bfloat16_computes_in_float16(outcomes: dict[str, Any]) -> None:
     run = outcomes["folder"] / "head"
     assert yaml.safe_load((run / "config.yaml").read_text())["run"]["dtype"] == "float16"
@@ -96,7 +111,7 @@ def test_a_gpu_that_only_emulates_bfloat16_computes_in_float16(outcomes: dict[st
     assert all(row["policy/overflows"] == 0 for row in rows)
     places = outcomes["train-head"]["places"]
     waits = sum(count for place, count in places.items() if " at gradients.py" in place)
-    assert waits <= 2 * len(rows), places  # one an update, one a checkpoint
+    assert waits <= 2 * len(rows) + 1, places  # one an update, one a checkpoint, one at the start
 
 
 def test_the_tokens_of_many_responses_are_read_at_once(outcomes: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ def test_the_states_that_sampling_keeps_are_those_of_a_pass(
     if dtype == torch.bfloat16:
         assert sampled.states is None
         return
-    layout = response_layout(prompts.ids, sampled)
+    layout = response_layout(prompts.ids, sampled, lm.device)
     with torch.no_grad():
         expected = lm.hidden(layout.pack(range(4)))
     torch.testing.assert_close(sampled.states, expected, rtol=1e-4, atol=1e-4)

@@ -116,7 +116,8 @@ def start(policy: Any, prompts: Prompts, dtype: torch.dtype) -> list[str]:
     """The checks of a run that starts from `policy`."""
     lm, reference = LM(policy, dtype), frozen_lm(copy.deepcopy(policy), dtype, CPU)
     sampled = lm.sample(prompts.ids, uniforms(len(prompts), 8, 0, "x"), SAMPLING)
-    stats, _ = measure(ActorCritic(lm), ReferenceStates(reference), response_layout(prompts.ids, sampled), 0.8)
+    layout = response_layout(prompts.ids, sampled, lm.device)
+    stats, _ = measure(ActorCritic(lm), ReferenceStates(reference), layout, 0.8)
     name = str(dtype).removeprefix("torch.")
     return check_start(lm, reference, sampled, stats, reference_is_initial_policy=True, dtype=name)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_kl.ops.losses import bradley_terry_loss, policy_loss, value_loss
-from rlhf_kl.ops.masked import masked_mean, masked_std, masked_sum, whiten
+from rlhf_kl.ops.masked import all_finite, masked_mean, masked_std, masked_sum, whiten
 
 
 def surrogate(ratio: float, advantage: float, cliprange: float = 0.2) -> tuple[float, bool, float]:
@@ -121,3 +121,11 @@ def test_whitening_without_centring_only_scales() -> None:
 def test_a_constant_is_whitened_to_zero_and_stays_finite() -> None:
     white, _ = whiten(torch.full_like(X, 3.0), MASK)
     assert torch.equal(white, torch.zeros_like(X))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_one_number_of_many_is_not_finite(value: float) -> None:
+    tensors = [torch.ones(3, 2), torch.zeros(0), torch.ones(()), torch.full((4,), 3e38)]  # whose squares are not
+    assert all_finite(iter(tensors))
+    tensors[0][2, 1] = value
+    assert all_finite(tensors) == math.isfinite(value)

@@ -38,7 +38,7 @@ def check(prompts_of: Make) -> Make:
         other = lm(reference if share else freeze(reference), number)
         sampled = own.sample(prompts, uniforms(4, 6, 0, "x"), Sampling(6, 0.8, [2], 0))
         plain = ReferenceStates(other, share=False)
-        stats, _ = measure(ActorCritic(own), plain, response_layout(prompts, sampled), 0.8)
+        stats, _ = measure(ActorCritic(own), plain, response_layout(prompts, sampled, own.device), 0.8)
         return check_start(own, other, sampled, stats, reference_is_initial_policy=initial, dtype=dtype)
 
     return check

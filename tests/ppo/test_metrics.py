@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from rlhf_kl.ppo.metrics import rollout_metrics, sampling_gap, update_row
 from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.ppo.step import Update
 from rlhf_kl.training.trainer import ppo_settings
+from rlhf_kl.types import RolloutBatch
 from tests.made import Make, rollout
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -114,8 +115,12 @@ def test_the_standard_error_is_the_spread_of_repeated_means() -> None:
     assert sum(errors) / len(errors) == pytest.approx(float(torch.tensor(means).std()), rel=0.08)
 
 
+def columns(batch: RolloutBatch) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in fields(batch)}
+
+
 def test_one_response_has_no_standard_error() -> None:
-    alone = {name: value[:1] for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor | list)}
+    alone = {name: value[:1] for name, value in columns(BATCH).items() if isinstance(value, torch.Tensor | list)}
     row = rollout_metrics(
         replace(BATCH, **alone, scores={"reward": BATCH.scores["reward"][:1]}, penalties={}), 0.5, config()
     )
@@ -125,7 +130,7 @@ def test_one_response_has_no_standard_error() -> None:
 
 def test_responses_to_one_prompt_are_one_draw() -> None:
     """Two groups whose responses are the same: errors are those of two responses. In one group the responses are."""
-    names = [name for name, value in vars(BATCH).items() if isinstance(value, torch.Tensor)]
+    names = [name for name, value in columns(BATCH).items() if isinstance(value, torch.Tensor)]
     twice: dict[str, Any] = {name: getattr(BATCH, name).repeat_interleave(2, 0) for name in names}
     twice["scores"] = {"reward": BATCH.scores["reward"].repeat_interleave(2, 0)}
     kl = {"target": 0.1, "ceiling": None}

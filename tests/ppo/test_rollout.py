@@ -15,6 +15,7 @@ from rlhf_kl.models.tokens import decode_responses
 from rlhf_kl.models.value import ActorCritic, FeatureCritic, HeadValue, frozen_lm
 from rlhf_kl.ops.head import LOGIT_ELEMENTS
 from rlhf_kl.ops.logprobs import TokenStats
+from rlhf_kl.ops.packing import CPU
 from rlhf_kl.ppo import states as reference_module
 from rlhf_kl.ppo.rollout import RolloutParts, Rollouts, exact_kl_now, measure, response_layout, rows_at_once, sample
 from rlhf_kl.ppo.states import ReferenceStates, StateFeatures
@@ -43,7 +44,7 @@ class Setup(NamedTuple):
         return RolloutParts(tokenizer=self.tokenizer, scorers=scorers, prompts=self.prompts, sampling=SAMPLING)
 
     def measure(self) -> tuple[TokenStats, Tensor]:
-        return measure(self.model, self.reference, response_layout(self.responses.prompts.ids, self.sampled), 0.8)
+        return measure(self.model, self.reference, response_layout(self.responses.prompts.ids, self.sampled, CPU), 0.8)
 
     def assess(self, reward: Any, shaping: ScoreShaping | None = None) -> Any:
         shaping = shaping or ScoreShaping()
@@ -221,7 +222,7 @@ class World:
 
     def measure(self, sampled: Sampled) -> tuple[TokenStats, Tensor]:
         model = ActorCritic(self.policy, critic=self.critic)
-        return measure(model, self.reference, response_layout(self.prompts.ids, sampled), 0.8, self.features)
+        return measure(model, self.reference, response_layout(self.prompts.ids, sampled, CPU), 0.8, self.features)
 
 
 SCORED: dict[str, Make] = {
