@@ -161,6 +161,11 @@ def has_shards(*models: nn.Module) -> bool:
     return any(is_sharded(parameter) for model in models for parameter in model.parameters())
 
 
+def may_shard(model: nn.Module) -> bool:
+    """Whether FSDP holds the tensors of a model, which may be whole now."""
+    return bool(_parts(model))
+
+
 def _parts(*models: nn.Module) -> list[Any]:
     """The modules whose tensors FSDP shards, a root before its layers; `within` of a model names others' it reads."""
     # Importing FSDP takes most of a second, so its modules are recognised by a method.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rlhf_kl.hub import first_line
-from rlhf_kl.sharding import has_shards
+from rlhf_kl.sharding import may_shard
 from rlhf_kl.ui import log
 
 LARGE = 1 << 23  # numbers of a weight (32 MiB): of smaller ones nobody notices a copy
@@ -183,7 +183,7 @@ def is_tied(model: Any) -> bool:
     """Whether the head of a plain model is its embeddings."""
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = isinstance(words, nn.Embedding) and type(head) is nn.Linear and head.bias is None
-    return plain and head.weight is words.weight and not has_shards(model)
+    return plain and head.weight is words.weight and not may_shard(model)
 
 
 def learns_few(weight: Tensor, tokens: int) -> bool:

@@ -220,7 +220,7 @@ def measure(
     reference.read(layout)
     figures = torch.zeros(len(TokenStats._fields) + 1, layout.tokens, device=layout.device)
     readers = [model.policy, *([] if model.value is None else [model.value])]
-    with layer_by_layer(*readers):
+    with layer_by_layer(*readers, reference.lm):  # whose head reads its states: of a trained model it is sharded
         for rows in reference.passes(layout, None, *readers):
             hidden = model.policy(rows) if states is None else states.index_select(0, rows.numbers)
             ids, ref = layout.chosen[rows.places], reference.at(rows.numbers)
