@@ -79,6 +79,10 @@ class Sampled(NamedTuple):
     # (N, H) on the device, in float32 runs: hidden states that the N tokens were drawn from, row by row
     states: Tensor | None = None
 
+    def pick(self, rows: slice) -> Sampled:
+        """Some of the responses, without states."""
+        return Sampled(self.ids[rows], self.mask[rows], self.ended[rows], self.logprobs[rows])
+
     def rows(self) -> list[list[int]]:
         """The tokens of each response."""
         return [row[:length] for row, length in zip(self.ids.tolist(), self.mask.sum(1).tolist(), strict=True)]

@@ -56,6 +56,7 @@ STEPS = {  # the first are worth most
     "paths": Expected(35, 30),
     "without_graphs": Expected(40, 30),
     "without_head": Expected(35, 30),
+    "without_norms": Expected(35, 30),
     "float16": Expected(35, 30),
     "equal_texts": Expected(40, 60),
     "smollm2_seeds": Expected(150, 90),
@@ -70,6 +71,7 @@ STEPS = {  # the first are worth most
 GAINS = {  # what a path gains: an update's seconds in the first step over those in the second
     "graphs": ("without_graphs", "paths"),
     "head in half precision": ("without_head", "paths"),
+    "norms of one kernel": ("without_norms", "paths"),
     "its dtype over float16": ("float16", "paths"),
     "shared prompts": ("without_shared_prompts", "paths"),
     "shared prompts of 256 tokens": ("long_prompts_without_shared_prompts", "long_prompts"),

@@ -252,7 +252,7 @@ RUNS: dict[str, Callable[[Settings], dict[str, Any]]] = {
     "several": several,
     **{
         f"without_{path}": partial(measured, program=without(path))
-        for path in ("graphs", "head", "shared_prompts", "ready_masks")
+        for path in ("graphs", "head", "norms", "shared_prompts", "ready_masks")
     },
 }
 

@@ -5,6 +5,7 @@ What a path gains is the seconds of an update without it over those with it; `gp
 graphs          steps of sampling are replayed as a CUDA graph; off: Python starts each kernel
 head            in a run of half precision the LM head multiplies in it too; off: in float32
 shared_prompts  a pass reads a prompt once for several responses; off: with each of them. Sampling shares it still
+norms           an RMS norm is one kernel; off: those that transformers writes out
 ready_masks     a step of sampling has its mask in the form that attention takes; off: transformers make it. No graphs
 """
 
@@ -14,12 +15,14 @@ import sys
 from typing import Any
 
 from rlhf_kl.__main__ import main
+from rlhf_kl.models import pretrained
 from rlhf_kl.models.lm import LM, Trunk
 
-PATHS: dict[str, tuple[type, str, Any]] = {  # class, attribute, and its value where the path is off
+PATHS: dict[str, tuple[Any, str, Any]] = {  # class or module, attribute, and its value where the path is off
     "graphs": (Trunk, "graphs", False),
     "head": (LM, "_rounds", lambda *_: False),
     "shared_prompts": (Trunk, "shares_prompts", False),
+    "norms": (pretrained, "fuse_norms", lambda model: model),
     "ready_masks": (Trunk, "ready_masks", False),
 }
 

@@ -8,6 +8,7 @@ hidden states become float32, and the LM head runs outside of autocast: the logi
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -277,8 +278,8 @@ def takes_ready_masks(model: Any) -> bool:
     for padding in (0, 2):
         mask[0, :padding] = False
         last = ids[:, -1:], position_ids(mask)[:, -1:]
-        usual, short = (lm.step(ids[:, :-1], mask[:, :-1], position_ids(mask)[:, :-1], None)[1] for _ in range(2))
-        expected, _ = lm.step(last[0], mask, last[1], usual)
+        _, short = lm.step(ids[:, :-1], mask[:, :-1], position_ids(mask)[:, :-1], None)
+        expected, _ = lm.step(last[0], mask, last[1], copy.deepcopy(short))
         try:
             found, _ = lm.step(last[0], mask[:, None, None], last[1], short)
             if not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):

@@ -66,8 +66,13 @@ def sample(
 ) -> tuple[Responses, Sampled]:
     """One response to each prompt; `noise` (B, max_new_tokens) in [0, 1) decides the tokens."""
     sampled = policy.sample(prompts.ids, noise, sampling)
+    return responses_of(prompts, sampled, sampling, tokenizer), sampled
+
+
+def responses_of(prompts: Prompts, sampled: Sampled, sampling: Sampling, tokenizer: Any) -> Responses:
+    """What was sampled, as scorers read it."""
     ids = sampled.rows()
-    return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids, tokenizer), sampled
+    return Responses(prompts, decode_responses(tokenizer, ids, sampling.eos_ids), ids, tokenizer)
 
 
 def rows_at_once(batch: int, prompts: Prompts, sampling: Sampling) -> int:

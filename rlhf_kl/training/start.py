@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from rlhf_kl import ui
 from rlhf_kl.clock import Clock
 from rlhf_kl.config.schema import TrainConfig
@@ -29,7 +31,7 @@ from rlhf_kl.ppo.reference import (
     sample_rounds,
     score_samples,
 )
-from rlhf_kl.ppo.rollout import measure, response_layout, rows_at_once, sample, sampler_of
+from rlhf_kl.ppo.rollout import measure, response_layout, responses_of, rows_at_once, sampler_of
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.ppo.step import PPOTrainer
 from rlhf_kl.rewards.shaping import ScoreShaping
@@ -79,8 +81,9 @@ def prepare_training(
     """
     ranks = ranks or Ranks()
     if saved is None:
-        check_policy(config, setup, ranks)
+        first = check_policy(config, setup, ranks)
         if samples is None:
+            try_reward(config, setup, ranks, first)
             samples = score_reference(config, setup, ranks)
         scores, shaping = samples.shaped(configured_shaping(config), normalize=bool(config.reward.normalize))
         scores = replace(scores, terms=term_figures(samples.terms, setup.scorers.add_up(samples.terms)))
@@ -165,7 +168,6 @@ def score_reference(config: TrainConfig, setup: Setup, ranks: Ranks) -> Referenc
     Errors: InputError from the reward.
     """
     shaping = configured_shaping(config)
-    try_reward(config, setup, ranks)
 
     def are_enough(samples: ReferenceSamples) -> bool:
         with contextlib.suppress(InputError):  # which is raised below if more samples do not help
@@ -232,13 +234,19 @@ def sample_references(
             yield ReferenceSamples.concat(drawn), rows is rounds[-1]
 
 
-def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
-    """The fatal checks, on samples of the starting policy; every process makes them on the same samples."""
+def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> Responses:
+    """The fatal checks, on samples of the starting policy; every process makes them on the same samples.
+
+    Returns some more of these, to prompts of the run, for `try_reward`.
+    """
     prompts = checked_prompts(setup.prompts)
+    tried = setup.prompts.batch(1, rows=max(TRIED, config.rollout.samples_per_prompt))
     sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
-    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "start")
+    parts = {"start": len(prompts), "reward tried": len(tried)}
+    noise = [uniforms(count, sampling.max_new_tokens, config.run.seed, name) for name, count in parts.items()]
     with sampler_of(setup.policy, setup.engine, ranks) as sampler:
-        sampled = ranks.run(lambda: sampler.sample(prompts, noise, sampling))
+        drawn = ranks.run(lambda: sampler.sample([*prompts, *tried.ids], torch.cat(noise), sampling))
+    sampled, more = (drawn.pick(rows) for rows in (slice(len(prompts)), slice(len(prompts), None)))
     layout = response_layout(prompts, sampled, setup.policy.device)
     plain = ReferenceStates(setup.reference, share=False, once=True)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
@@ -260,19 +268,15 @@ def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
             ": to come down to the target it gives up what it has learned; reference.model=null keeps it near its start"
         )
         log.log(logging.WARNING if far else logging.INFO, words + advice * far)
+    return responses_of(tried, more, sampling, setup.tokenizer)
 
 
-def try_reward(config: TrainConfig, setup: Setup, ranks: Ranks) -> None:
+def try_reward(config: TrainConfig, setup: Setup, ranks: Ranks, responses: Responses) -> None:
     """Score a few short responses of the starting policy: a reward that fails does so before many are drawn.
 
     It changes no state. Errors: InputError from the reward.
     """
-    prompts = setup.prompts.batch(1, rows=max(TRIED, config.rollout.samples_per_prompt))
-    sampling = replace(setup.sampling, max_new_tokens=min(CHECKED_TOKENS, setup.sampling.max_new_tokens))
-    noise = uniforms(len(prompts), sampling.max_new_tokens, config.run.seed, "reward tried")
     with library_state_kept(), setup.scorers.kept():
-        with sampler_of(setup.policy, setup.engine, ranks) as sampler:
-            responses, _ = ranks.run(lambda: sample(sampler, prompts, noise, sampling, setup.tokenizer))
         (read,) = setup.together([responses])
         ranks.run(lambda: setup.scorers(read), scores=True)
     setup.scorers.begin(1, config.updates)  # clears what it logged

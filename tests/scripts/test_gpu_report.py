@@ -19,10 +19,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_kl.models import decoding
 from rlhf_kl.models import lm as lm_module
 from rlhf_kl.models.lm import LM, takes_ready_masks
+from rlhf_kl.models.norms import OneKernel
+from rlhf_kl.models.pretrained import load_causal_lm, save_model
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
 from tests.made import Make, two_prompts
@@ -314,6 +317,19 @@ def test_head_off(new_model: Make, switch: Callable[[str], None], monkeypatch: p
     assert run() == {"pass", "sampling"}
     switch("head")
     assert run() == set()
+
+
+def test_norms_off(tmp_path: Path, letters: Any, switch: Callable[[str], None]) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=len(letters), **sizes))
+    save_model(model, letters, tmp_path)
+
+    def fused() -> int:
+        return sum(isinstance(layer, OneKernel) for layer in load_causal_lm(str(tmp_path)).modules())
+
+    assert fused() == 3
+    switch("norms")
+    assert fused() == 0
 
 
 def test_shared_prompts_off(new_model: Make, switch: Callable[[str], None], rows_read: Make) -> None:
