@@ -85,7 +85,7 @@ def test_what_cannot_be_trained_is_refused_and_leaves_the_folder_free(
 ) -> None:
     (tmp_path / "own.py").write_text(REWARDS)
     other = new_gpt2(vocab_size=9, hidden_size=8, layers=1, heads=1, context=32, tokenizer=letters, seed=0)
-    save_model(other, letters, tmp_path / "model")
+    save_model(other, letters, tmp_path / "other")
     for words, changes in REFUSED.items():
         with pytest.raises(InputError, match=words):
             train(tmp_path / "run", *(change.format(tmp_path) for change in changes))
