@@ -113,7 +113,7 @@ def trained(args: Settings, seed: int) -> dict[str, Any]:
     for key in ("kl/token", "objective/scores"):
         found[f"{key} by update"] = [row[key] for row in rows]
     found |= {f"{name}_s": median(row[f"time/{name}_s"] for row in rows[2:]) for name in ("step", "rollout", "update")}
-    found |= {"first_row_s": rows[0]["time/elapsed_s"], "peak_memory_mb": rows[-1]["perf/peak_memory_mb"]}
+    found |= {"first_elapsed_s": rows[0]["time/elapsed_s"], "peak_memory_mb": rows[-1]["perf/peak_memory_mb"]}
     return found | {"texts": texts(folder)}
 
 
