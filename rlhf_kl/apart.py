@@ -174,6 +174,7 @@ def _of_torch() -> dict[str, Setting]:
         "deterministic": Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "float32": Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     }
+    settings["autocast blocks"] = Setting(_autocast_blocks, _set_autocast_blocks)
     for device in ("cpu", "cuda"):
         settings[f"autocast {device}"] = Setting(
             partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
@@ -208,6 +209,24 @@ def _backend(backends: Any, path: str) -> Setting:
         return reduce(getattr, inside, backends)
 
     return Setting(lambda: getattr(holder(), name), lambda value: setattr(holder(), name, value))
+
+
+def _autocast_blocks() -> int:
+    """How many of them are open: the end of the last one forgets the rounded weights, which are old after a step."""
+    import torch
+
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _set_autocast_blocks(wanted: int) -> None:
+    import torch
+
+    for _ in range(wanted - _autocast_blocks()):
+        torch.autocast_increment_nesting()
+    for _ in range(_autocast_blocks() - wanted):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
 
 
 def _default_device() -> Any:

@@ -35,6 +35,7 @@ SETTINGS = {  # what sets one -> what tells it
     "torch.backends.cudnn.benchmark = True": "torch.backends.cudnn.benchmark",
     "torch.backends.cuda.enable_flash_sdp(False)": "torch.backends.cuda.flash_sdp_enabled()",
     "torch.autocast('cpu', torch.float16).__enter__()": "torch.is_autocast_enabled('cpu')",
+    "torch.autocast_increment_nesting()": "(torch.autocast_increment_nesting(), torch.autocast_decrement_nesting())[1]",
     "torch.set_autocast_dtype('cpu', torch.float16)": "torch.get_autocast_dtype('cpu')",
     "torch.autograd.set_detect_anomaly(True)": "torch.is_anomaly_enabled()",
     "torch.set_flush_denormal(True)": "bool(torch.tensor(1e-310, dtype=torch.float64) * 1.0)",

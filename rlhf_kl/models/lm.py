@@ -86,6 +86,8 @@ class Trunk(nn.Module):
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context of the layers: autocast where they compute in 16 bits."""
+        if self.dtype != torch.float32:
+            torch.clear_autocast_cache()  # the end of a block clears nothing inside another one, which may be older
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def recording(self) -> contextlib.AbstractContextManager[Any]:

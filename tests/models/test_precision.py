@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from rlhf_kl.models.logits import RoundedHead, decoding_head, rounding_product
 from rlhf_kl.models.value import ActorCritic, frozen_lm
 from rlhf_kl.ops.head import token_logprobs
 from rlhf_kl.ops.logprobs import chosen_logprobs, exact_kl
-from rlhf_kl.ppo.checks import check_start, padding_gap
+from rlhf_kl.ppo.checks import check_start, checked_prompts, padding_gap
 from rlhf_kl.ppo.rollout import RolloutParts, Rollouts, exact_kl_now, measure, response_layout, sample
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.rewards.plugin import PluginReward
@@ -238,3 +239,30 @@ def test_a_rounded_head_follows_each_change_of_its_weights(product: Product) -> 
     with torch.no_grad():
         layer.weight.copy_(start)
     assert agrees()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_pass_reads_the_weights_of_now_inside_a_block_that_somebody_left_open(
+    new_model: Make, prompts_of: Make, dtype: torch.dtype
+) -> None:
+    """autocast keeps the rounded weights until its outermost block ends: of a notebook, or of a scorer's library."""
+    model, noise = new_model(seed=1), uniforms(8, 8, 0, "x")
+    prompts = checked_prompts(PromptStream(prompts_of(*TEXTS), 8, 0))
+
+    def found(lm: LM) -> list[Tensor]:
+        sampled = lm.sample(prompts, noise, SAMPLING)
+        rows = response_layout(prompts, sampled, CPU).pack(range(8))
+        return [sampled.logprobs, lm.hidden(rows)]
+
+    results = list[list[Tensor]]()
+    for block in (contextlib.nullcontext(), torch.autocast("cpu", BF16, enabled=False)):
+        lm = LM(copy.deepcopy(model), dtype)
+        with block:
+            before = found(lm)
+            with torch.no_grad():
+                for parameter in lm.parameters():
+                    parameter.mul_(1.5)
+            after = found(lm)
+        assert not torch.equal(before[1], after[1])
+        results.append([*before, *after])
+    assert all(map(torch.equal, *results))
