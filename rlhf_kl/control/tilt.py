@@ -19,12 +19,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from operator import mul
 from statistics import fmean
 from typing import NamedTuple
 
 MIN_ESS = 30.0  # below this, a few samples have most of the weight, and both figures are too low
 REACHED = 0.99  # share of the KL at beta 0 that is asked for at most: the last percent takes beta to 0
+NEAR_NORMAL = 0.1  # part by which the tilt's gain may differ from that of Gaussian scores
 FEW = 0.25  # chance that two responses to a prompt have the same score: as with four equally likely values
 
 
@@ -174,6 +176,23 @@ def least_kl(curve: Sequence[Mapping[str, float]], gain: float) -> float:
     for the tilt is an equality: so each point gives a tangent of the convex KL(gain).
     """
     return max([0.0, *(point["kl"] + (gain - point["gain"]) / point["coef"] for point in curve)])
+
+
+def normal_limit(spread: float, curve: Sequence[Mapping[str, float]], kl: float) -> float | None:
+    """spread * sqrt(2 KL): the most that any policy can gain at `kl` nats per sequence where scores are near Gaussian.
+
+    `spread`: the standard deviation of the reference's scores; `curve`: points of their tilt. None where that differs
+    from the law by more than a tenth at this KL, or ends below it.
+    Source: Mroueh 2024, 2406.05883, theorem 1 (scores that are sub-Gaussian under the reference).
+    """
+    limit = spread * math.sqrt(2.0 * max(0.0, kl))
+    for before, after in pairwise(sorted(curve, key=lambda point: point["kl"])):
+        if before["kl"] <= kl <= after["kl"]:
+            low, high = (point["gain"] / math.sqrt(2.0 * point["kl"]) for point in (before, after))
+            share = (kl - before["kl"]) / ((after["kl"] - before["kl"]) or 1.0)
+            near = math.isclose(low + share * (high - low), spread, rel_tol=NEAR_NORMAL)
+            return limit if near else None
+    return None
 
 
 class BestOfN(NamedTuple):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import stdev
 from typing import Any, Literal
 
 from rlhf_kl.config.problems import checked
 from rlhf_kl.config.resolve import detect_kind
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.yaml import read_yaml
+from rlhf_kl.control.tilt import NEAR_NORMAL, normal_limit
 from rlhf_kl.control.verdict import end, ratios
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.monitors.facts import CLOSING, StartEnd, closing_figures, control_figures, is_update, mean
@@ -21,6 +24,9 @@ from rlhf_kl.report.texts import held_out_texts
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import read_jsonl
 from rlhf_kl.text import read_number
+
+SHAPED = "objective/scores_shaped"
+PER_PROMPT = 8  # samples of the reference
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class RunResult:
             notes.append(f"unfinished: {len(self.updates)} of {self.config.updates} updates")
         if self.updates and len(self.evaluations) < 2:
             notes.append("fewer than two evaluations: the cost in perplexity is unknown")
+        if self.beyond_limit:
+            notes.append(self.beyond_limit)
         return notes
 
     @property
@@ -132,6 +140,26 @@ class RunResult:
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
 
+    @property
+    def beyond_limit(self) -> str:
+        """What is wrong where the score gained more than any policy can at this KL; empty where it did not.
+
+        It tells nothing where scores are far from Gaussian (see `normal_limit`). Three standard errors are no fault.
+        """
+        known, gain, kl = self.reference_figures, self.figures["score_gain"], self.figures["kl_sequence"]
+        scores = [value for row in end(self.updates) if (value := read_number(row, SHAPED)) is not None]
+        if gain is None or kl is None or not known.get("tilt") or len(scores) < 2:
+            return ""
+        limit = normal_limit(known["scores_spread"], known["tilt"], kl)
+        batches = PER_PROMPT * self.config.rollout.batch_size / known.get("samples", math.inf)  # of reference's prompts
+        error = stdev(scores) * math.sqrt(1 / len(scores) + batches)
+        if limit is None or gain <= (1 + NEAR_NORMAL) * limit + 3 * error:
+            return ""
+        return (
+            f"its shaped score rose by {gain:.3g}, and no policy can gain more than {limit:.3g} at its KL of {kl:.3g} "
+            "nats per response: its scores and those of the reference differ in prompts, reward or temperature"
+        )
+
     @cached_property
     def figures(self) -> dict[str, Any]:
         """The figures of tables and verdicts, None where not measured; those at the end are means of ten updates."""
@@ -142,7 +170,7 @@ class RunResult:
             **control_figures(self.updates, self.config.kl),
             **ends,
             "peak": max(self.ratios, default=None),
-            "score_gain": self.gain("objective/scores_shaped"),  # over the reference
+            "score_gain": self.gain(SHAPED),  # over the reference
             **{f"{name}_gain": self.gain(f"eval/{name}") for name in self.scorers},
             "perplexity_cost": perplexity / before - 1.0 if perplexity is not None and before else None,
         }

@@ -15,6 +15,7 @@ from rlhf_kl.control.tilt import (
     kl_bound,
     kl_limit,
     least_kl,
+    normal_limit,
     solve_tilt,
     tilted,
 )
@@ -210,3 +211,15 @@ def test_the_bound_is_tight_for_many_outcomes() -> None:
     best = [((i + 1) / outcomes) ** n - (i / outcomes) ** n for i in range(outcomes)]
     kl = sum(b * math.log(b * outcomes) for b in best)
     assert kl == pytest.approx(kl_bound(n), rel=1e-3)
+
+
+def test_the_limit_of_gaussian_scores_holds_for_each_reweighting_and_is_silent_elsewhere() -> None:
+    curve, spread = points(NORMAL), 1.0
+    for kl in (0.05, 0.3, 0.9):
+        assert normal_limit(spread, curve, kl) == pytest.approx(math.sqrt(2 * kl))
+        assert gain_at_kl(NORMAL, kl) == pytest.approx(math.sqrt(2 * kl), rel=0.01)  # which the tilt reaches
+    assert normal_limit(spread, curve, 20.0) is None  # beyond the samples
+    heavy = [math.exp(2 * x) for x in NORMAL]
+    deviation = math.sqrt(pvariance(heavy))
+    assert normal_limit(deviation, points(heavy, least=3.0, most=300.0), 0.3) is None
+    assert normal_limit(spread, [], 0.3) is None

@@ -76,3 +76,14 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("kl: {target: -1.0}\n")
     with pytest.raises(InputError, match=r"config.yaml: kl.target"):
         read_run(tmp_path)
+
+
+def test_a_score_beyond_what_its_kl_can_buy_is_told(write_run: Write, metrics_rows: Rows) -> None:
+    """Rows whose score is sqrt(2 KL) of a spread of 1, the limit of Gaussian scores, and of a smaller spread."""
+    rows, notes = metrics_rows([0.1] * 60), dict[float, list[str]]()
+    for spread in (1.0, 0.5):
+        tilt = [{"coef": spread / i, "kl": i**2 / 2, "gain": spread * i} for i in range(1, 6)]
+        known = {"scores_shaped": 0.0, "scores_spread": spread, "tilt": tilt, "samples": 1024}
+        notes[spread] = read_run(write_run(f"of-{spread}", rows, config=SIXTY, summary={"reference": known})).notes
+    assert notes[1.0] == []
+    assert [note for note in notes[0.5] if "its shaped score rose by 2, and no policy can gain more than 1 at" in note]
