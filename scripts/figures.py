@@ -36,7 +36,13 @@ from rlhf_kl.run.log import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
-PROGRAM = ("rlhf_kl", "configs", ":!*.md")
+EVIDENCE = "scripts/evidence"
+SHOWS = (  # what a result has been measured with, and not these, which only show it
+    *(f"report/{name}" for name in ("charts.py", "drawing.py", "page.py", "sentences.py", "side_by_side.py")),
+    *("report/templates", "report/texts.py", "report/token_tables.py", "cli.py", "display.py", "shell.py", "ui.py"),
+    *("commands/guide.py", "commands/init.py"),
+)
+PROGRAM = ("rlhf_kl", "configs", ":!*.md", ":!configs/schema", *(f":!rlhf_kl/{name}" for name in SHOWS))
 PICTURES = {  # of README and guide, by the file that a measurement draws
     "adaptive_or_fixed": {"compare": "compare", "frontier": "frontier"},
     "curves": {"compare": "curves"},
@@ -45,7 +51,7 @@ PICTURES = {  # of README and guide, by the file that a measurement draws
 DARK = {"adaptive_or_fixed": "compare"}  # of README, which browsers show dark
 DRAWN_FROM = {"what_beta_does": "scripts/tutorial_pictures.py"}  # draws the numbers of a result
 NEED_A_GPU = ("gpu", "smollm2_gpu")
-OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak")
+OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak", "distinct_2", "forward_kl_token", "length")
 
 
 class Measurement(NamedTuple):
@@ -61,7 +67,10 @@ def of_comparison(found: Mapping[str, Any]) -> dict[str, Any]:
     """Mean and standard deviation over the seeds, and each seed's value, of every variant's figures."""
 
     def figures(variant: Mapping[str, Any]) -> dict[str, Any]:
-        known = [name for name in OF_A_VARIANT if variant["mean"].get(name) is not None]
+        mean = variant["mean"]
+        scorers = [name.removesuffix("_gain") for name in mean if name.endswith("_gain")]
+        names = dict.fromkeys([*OF_A_VARIANT, *(name for name in scorers if name in mean)])
+        known = [name for name in names if mean.get(name) is not None]
         every = {name: [seed[name] for seed in variant["seeds"].values()] for name in known}
         return {
             name: {"mean": variant["mean"][name], "sd": variant["sd"][name], "seeds": every[name]} for name in known
@@ -81,6 +90,11 @@ def of_run(found: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: dict(zip(("start", "end"), closing[name], strict=True)) for name in ("scores", "perplexity")}
     kl = {"mean": control["kl"], "tail_error": control["tail_error"]}
     return {found["run"]: {"seconds": found["seconds"], "updates": found["steps"], "kl": kl, **known}}
+
+
+def without_seeds(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of what names its seeds beside them."""
+    return {name: figures for name, figures in found.items() if name != "seeds"}
 
 
 def of_gpu(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +129,11 @@ def control(what: str, *rows: str) -> Measurement:
     return Measurement(what, command, "bench_control.json", of_control)
 
 
+def evidence(script: str, what: str, *options: str) -> Measurement:
+    """A script of the evidence, which writes FOLDER/SCRIPT.json."""
+    return Measurement(what, [f"{EVIDENCE}/{script}.py", "FOLDER", *options], f"{script}.json", without_seeds)
+
+
 def speed(what: str, *options: str) -> Measurement:
     """A `bench_groups.py`."""
     command = ["scripts/bench_groups.py", "FOLDER", *options]
@@ -140,7 +159,6 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
     "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 10
     "sweep_target": comparison("score and true score by KL target", "sweep_target.yaml"),  # 15
-    "smollm2": comparison("a real model at three targets, two rewards", "sweep_smollm2.yaml"),  # 60; `make smollm2`
     "advantages": comparison("gae, rloo and grpo at three targets", "compare_advantages.yaml"),  # 20
     "forgetting": Measurement(
         "forgetting beside the KL", ["scripts/forgetting.py", "FOLDER"], "forgetting.json"
@@ -149,6 +167,18 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "scale": Measurement(
         "one run scaled to every target, beside runs trained there", ["scripts/scale_arms.py", "FOLDER"], "scale.json"
     ),  # 30; needs RLHF_KL_REAL, as stress
+    # What a held KL buys (guide/evidence.md). The runs of harm and methods come first, and `make smollm2` before them.
+    "harm": comparison("a real model, three rewards, three targets and none", f"{EVIDENCE}/harm.yaml"),  # 300
+    "after": evidence("after", "losses on answers and stories, and answers to three prompts"),  # 15; RLHF_KL_REAL
+    "methods": comparison("a real model with rloo and grpo", f"{EVIDENCE}/methods.yaml"),  # 50
+    "frontier": evidence("frontier", "score over KL beside the best that any policy can do"),  # 20; RLHF_KL_REAL
+    "estimators": evidence("estimators", "where the KL is paid, at equal KL", "estimators.yaml"),  # 40
+    "stories_estimators": evidence(  # 25; RLHF_KL_REAL
+        "estimators", "the same with TinyStories-656K", "stories_estimators.yaml"
+    ),
+    "razor": evidence("razor", "forgetting of SmolLM2 beside the KL, and of fine-tuning"),  # 15; RLHF_KL_REAL
+    "law": evidence("law", "Gao's law in the built-in world"),  # 0; of the runs of sweep_target
+    "tokens": evidence("tokens", "which tokens carry the KL"),  # 0; of the runs of harm
     "smollm2_gpu": Measurement(
         "a real model on a GPU",
         [
