@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ from rlhf_kl.text import duration, format_number, hanging, read_number, safe_tex
 log = logging.getLogger("rlhf_kl")
 HEADER_EVERY = 20  # lines on updates
 LOG_ROWS = 100  # such lines of a whole run
-WIDTHS = (9, 9, 8, 8, 7, 8, 7, 7, 8)  # of their columns
+COLUMNS = {"update": 9, "episodes": 9, "score": 8, "KL": 8, "KL/tgt": 7, "beta": 8, "ppl": 7, "tok/s": 7, "left": 8}
+WIDE_ONLY = ("episodes", "tok/s")  # columns that a narrow terminal has no room for
 LINE_SECONDS = 60.0  # at least, between two lines on the progress of one thing
 SLOW_SECONDS = 10.0  # of what is told when it is done
 
@@ -46,6 +48,8 @@ class RunTable:
     def __init__(self, total: int, target: float, unit: str) -> None:
         """`total`: updates of the run. `target` in nats per `unit`."""
         self.total, self.target, self.unit = total, target, unit
+        narrow = _screen.width < sum(COLUMNS.values())
+        self.columns = {name: width for name, width in COLUMNS.items() if not (narrow and name in WIDE_ONLY)}
         self.lines = 0
         self.shown = 0  # step of the last line
         self.times: list[float] = []  # seconds of each update
@@ -59,25 +63,26 @@ class RunTable:
         far = step - self.shown >= self.total / LOG_ROWS
         if far or self.lines == 0 or step == self.total or number("eval/perplexity") is not None:
             if self.lines % HEADER_EVERY == 0:
-                self._line(f"update episodes score KL/{self.unit[:3]} KL/tgt beta ppl tok/s left".split())
+                self._line({name: name for name in COLUMNS} | {"KL": f"KL/{self.unit[:3]}"})
             speed = number("perf/tokens_per_s")
-            cells = [
-                f"{step}/{self.total}",
-                f"{row.get('episodes', '-')}",
-                format_number(score, 4),
-                format_number(kl, 4),
-                "-" if kl is None else f"{kl / self.target:.2f}x",
-                format_number(beta, 4),
-                format_number(number("eval/perplexity")),
-                "-" if speed is None else f"{speed:.0f}",
-                duration((self.total - step) * fmean(self.times)) if self.times else "-",
-            ]
-            self._line(cells)
+            self._line(
+                {
+                    "update": f"{step}/{self.total}",
+                    "episodes": f"{row.get('episodes', '-')}",
+                    "score": format_number(score, 4),
+                    "KL": format_number(kl, 4),
+                    "KL/tgt": "-" if kl is None else f"{kl / self.target:.2f}x",
+                    "beta": format_number(beta, 4),
+                    "ppl": format_number(number("eval/perplexity")),
+                    "tok/s": "-" if speed is None else f"{speed:.0f}",
+                    "left": duration((self.total - step) * fmean(self.times)) if self.times else "-",
+                }
+            )
             self.lines, self.shown = self.lines + 1, step
         return f"KL {format_number(kl)}/{self.target:.3g} beta {format_number(beta)} score {format_number(score)}"
 
-    def _line(self, cells: Sequence[str]) -> None:
-        log.info("".join(f" {cell:>{width - 1}}" for cell, width in zip(cells, WIDTHS, strict=True)))
+    def _line(self, cells: Mapping[str, str]) -> None:
+        log.info("".join(f" {cells[name]:>{width - 1}}" for name, width in self.columns.items()))
 
 
 class Screen:
@@ -102,6 +107,11 @@ class Screen:
         self._bars: Progress | None = None
         self._cell = NotebookBars() if notebook and not quiet else None
         log.setLevel(logging.WARNING if quiet else logging.INFO)
+
+    @property
+    def width(self) -> float:
+        """Columns of the terminal; a log has no limit."""
+        return self._console.width if self._terminal else math.inf
 
     def silence(self) -> None:
         """Show nothing from now on: another process of the group shows it."""

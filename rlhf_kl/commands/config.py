@@ -58,7 +58,7 @@ def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
 def schema(
     kind: Annotated[
         Literal["train", "sft", "reward-model", "compare"],
-        typer.Option("--kind", help="The command that the config is for."),
+        typer.Option("--kind", metavar="COMMAND", help="train, sft, reward-model or compare."),
     ] = "train",
 ) -> None:
     """Print the JSON Schema, for completion and checks in an editor."""

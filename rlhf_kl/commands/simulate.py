@@ -31,14 +31,14 @@ FromConfig = Annotated[
 ]
 MeasuredKL = Annotated[str | None, typer.Option(metavar="KL,KL,...", help="Measured KLs: no policy is simulated.")]
 Speed = Annotated[
-    float, typer.Option(min=1e-6, max=1.0, help="Policy: share of the way to its final KL in one update.")
+    float, typer.Option(metavar="X", min=1e-6, max=1.0, help="Policy: share of the way to its final KL in one update.")
 ]
-Noise = Annotated[float, typer.Option(min=0.0, help="Policy: relative spread of a measured KL.")]
-NoiseSeed = Annotated[int, typer.Option(help="Policy: seed of its noise.")]
-Episodes = Annotated[int | None, typer.Option(min=1, help="Responses per update (64).")]
-Updates = Annotated[int | None, typer.Option(min=1, help="Updates to simulate (60).")]
-Target = Annotated[float | None, typer.Option(min=1e-9, help="Target KL in nats.")]
-Coef = Annotated[float | None, typer.Option(help="Starting beta.")]
+Noise = Annotated[float, typer.Option(metavar="X", min=0.0, help="Policy: relative spread of a measured KL.")]
+NoiseSeed = Annotated[int, typer.Option(metavar="N", help="Policy: seed of its noise.")]
+Episodes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Responses per update (64).")]
+Updates = Annotated[int | None, typer.Option(metavar="N", min=1, help="Updates to simulate (60).")]
+Target = Annotated[float | None, typer.Option(metavar="KL", min=1e-9, help="Target KL in nats.")]
+Coef = Annotated[float | None, typer.Option(metavar="BETA", help="Starting beta.")]
 Rows = Annotated[bool, typer.Option("--json", help="One JSON list of rows.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", callback=local, help="Draw KL and beta.")]
 

@@ -20,6 +20,10 @@ def shipped_configs() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
+SHOWN = ("ppo_adaptive.yaml", "ppo_model.yaml", "rloo_mentions.yaml", "smoke.yaml", "compare_adaptive_vs_static.yaml")
+MOST_SHOWN = 5  # configs that an error names
+
+
 def find_config(name: str | Path, *, folder: Path | None = None, but: Path | None = None) -> Path:
     """The config file `name` (or `name`.yaml) in: `folder`, the working directory, its configs/, the shipped configs.
 
@@ -33,10 +37,14 @@ def find_config(name: str | Path, *, folder: Path | None = None, but: Path | Non
             return path.resolve()
     if os.path.isdir(here / given):
         raise InputError(f"{name} is a folder, not a config file")
-    known = {path.stem: path.name for place in places for path in place.glob("*.y*ml") if path.resolve() != but}
+    files = [path for place in places for path in place.glob("[!.]*.y*ml") if path.resolve() != but]
+    known = {path.stem: path.name for path in files}
     close = nearest(given.stem, known)  # without the file extension, which is always .yaml
-    hint = f"; did you mean {known[close]}?" if close else f"; available: {', '.join(sorted(known.values()))}"
-    raise InputError(f"no config {str(name)!r}{hint}")
+    shipped = shipped_configs()
+    own = [path.name for path in files if path.parent.resolve() != shipped.resolve()]
+    some = ", ".join(list(dict.fromkeys([*own, *SHOWN]))[:MOST_SHOWN])
+    hint = f"did you mean {known[close]}?" if close else f"there are {some}, and more in {shipped}"
+    raise InputError(f"no config {str(name)!r}; {hint}")
 
 
 def source(value: Any) -> Any:

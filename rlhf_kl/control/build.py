@@ -122,10 +122,7 @@ def make_controller(kind: str, options: Mapping[str, Any], **sizes: Any) -> Guar
     control = build_controller(law, bounds | arguments, **sizes)
     if not isinstance(control.law, Law):
         other = [f"{own} is taken for {usual}" for usual, own in option_names(law).items() if own != usual]
-        level = logging.INFO if control.coef_name == "coef" and not other else logging.WARNING
-        logging.getLogger("rlhf_kl").log(
-            level, "; ".join([f"kl.controller: {law.__name__}: {control.words()}", *other])
-        )
+        logging.getLogger("rlhf_kl").info("; ".join([f"kl.controller: {law.__name__}: {control.words()}", *other]))
     return control
 
 

@@ -185,7 +185,12 @@ class Guard:
     def _updated(self, kl: float, episodes: int) -> float:
         """The law's beta after its `update`."""
         with self._calls("update"):
-            returned = self.law.update(kl, episodes) if self._takes_episodes else self.law.update(kl)
+            try:
+                returned = self.law.update(kl, episodes) if self._takes_episodes else self.law.update(kl)
+            except TypeError as error:
+                if "must be Tensor" in str(error):  # of torch.exp and the like
+                    error.args = (f"{error}: the KL is a number, for math.exp and the like",)
+                raise
             beta = returned if is_number(returned) else self._held()
             if beta is None:
                 given = f"returned {type(returned).__name__}, no number"

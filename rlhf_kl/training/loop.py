@@ -17,7 +17,6 @@ from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.errors import ServiceFailed
 from rlhf_kl.events import Event, UpdateSkipped, WeightsLost, worded
 from rlhf_kl.models.lora import checkpointed, has_adapter
-from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.monitors import Decision, Monitors
 from rlhf_kl.monitors.facts import StartEnd, closing_figures, control_figures, is_update, score_error
 from rlhf_kl.run.checkpoint import Checkpoint
@@ -238,27 +237,13 @@ class TrainLoop:
     # ---- the beginning and the end
 
     def announce(self) -> None:
-        """Show the sizes of the run, its KL target and its warnings, before it starts."""
-        config, control = self.config, self.trainer.controller
-        batch, kl = config.rollout.batch_size, config.kl
-        log.info(
-            f"{config.updates} updates of {batch} responses to {len(self.setup.prompts)} prompts; policy of "
-            f"{size_words(self.setup.policy.module)}, learning rate {self.trainer.rate.peak:.3g}"
-        )
-        low, high = control.beta_range(config.controlled_updates, batch)
-        reported = "" if control.adjusts else " (only reported)"
-        ceiling = "no ceiling" if kl.ceiling_value is None else f"ceiling {kl.ceiling_value:g}"
-        course = f"stays at {control.beta:.4g}"
-        if low != high:
-            course = f"starts at {control.beta:.4g} and can move between {low:.3g} and {high:.3g}"
-        log.info(
-            f"KL target {kl.target_value:g} nats per {kl.unit}{reported}, {ceiling}; "
-            f"{kl.controller.kind} controller: beta {course}"
-        )
-        every, held = config.eval.updates_between, self.training.heldout
-        moments = f"every {every} updates and at the end" if every < config.updates else "at the start and the end"
-        log.info(f"evaluations {moments}, on {len(held.texts)} texts and {len(held.firsts)} responses")
-        log.info(self.run.interval.words())
+        """Show the KL target and the length of the run in a line, and its warnings, before it starts."""
+        config, control, kl = self.config, self.trainer.controller, self.config.kl
+        batch, first = config.rollout.batch_size, self.run.next_step == 1
+        aim = f"KL target {kl.target_value:g} nats per {kl.unit}, beta {'starts at ' * first}{control.beta:.2g}"
+        if not control.adjusts:
+            aim = f"beta stays at {control.beta:.2g}, whatever the KL"
+        log.info(f"{'start checked; ' * first}{aim}; {config.updates} updates of {batch} responses")
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
         for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:

@@ -87,8 +87,8 @@ def prepare_training(
             samples = score_reference(config, setup, ranks)
         scores, shaping = samples.shaped(configured_shaping(config), normalize=bool(config.reward.normalize))
         scores = replace(scores, terms=term_figures(samples.terms, setup.scorers.add_up(samples.terms)))
-        coef, note, _ = starting_coef(config, scores)
-        if note:
+        coef, note, known = starting_coef(config, scores)
+        if note and not known:  # else beta is a guess, which the controller mends
             log.info(note)
     else:
         scores = ReferenceScores(**saved["reference_scores"])
@@ -250,7 +250,7 @@ def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> Responses:
     layout = response_layout(prompts, sampled, setup.policy.device)
     plain = ReferenceStates(setup.reference, share=False, once=True)  # reads otherwise than the sampler, so errors show
     stats, _ = measure(ActorCritic(setup.policy), plain, layout, setup.sampling.temperature)
-    results = check_start(
+    check_start(
         setup.policy,
         setup.reference,
         sampled,
@@ -259,7 +259,6 @@ def check_policy(config: TrainConfig, setup: Setup, ranks: Ranks) -> Responses:
         dtype=config.run.dtype,
         engine=setup.engine is not None,
     )
-    log.info("start checked: " + ", ".join(results))
     if not setup.reference_is_initial_policy:
         kl = float(stats.exact_kl[sampled.mask].mean())
         words = f"the policy begins with other weights than its reference, at about {kl:.3g} nats per token"

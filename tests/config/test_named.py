@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_kl import ui
 from rlhf_kl.config.named import check_named, configured_controller, models_of, plugins_of
 from rlhf_kl.config.resolve import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -156,8 +157,11 @@ def test_a_controller_that_needs_bounds_gets_them() -> None:
 
 
 def test_a_class_with_the_names_of_a_tutorial_is_a_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    ui.start()
     law = controller(0.1, kind="mine.py:Thermostat")  # the value of `auto`
+    ui.start(quiet=True)
     said = " ".join(capsys.readouterr().err.split())
+    assert "alert" not in said
     assert all(name in said for name in ("Thermostat", "update(kl)", "kl_coef", "init_kl_coef", "target_kl"))
     betas = [law.step(kl, 64) or law.beta for kl in (0.2, 0.2, 0.4, 0.4, 0.2, 0.2)]  # by hand: the config's target, 0.2
     assert betas == pytest.approx([0.1, 0.1, 0.15, 0.225, 0.225, 0.225])
@@ -181,6 +185,15 @@ def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(mon
     law = make_controller("mine.py:Law", {"key": "${MY_KEY}"}, coef=1.0)
     with pytest.raises(InputError, match=r"Law\.update .*KeyError: 'at \$\{MY_KEY\}' \(mine.py:"):
         law.step(0.1, 64)
+
+
+def test_a_class_that_takes_the_kl_for_a_tensor_is_told_what_it_gets(here: Path) -> None:
+    """As the exponential controller of a tutorial is written."""
+    code = "import torch\nclass Exponential:\n    coef = 0.1\n"
+    code += "    def update(self, kl): self.coef *= torch.exp(0.1 * (kl - 0.02)).item()\n"
+    (here / "exponential.py").write_text(code)
+    with pytest.raises(InputError, match=r"TypeError: .* must be Tensor.*: the KL is a number, for math\.exp .*\.py:4"):
+        make_controller("exponential.py:Exponential", {}).step(0.2, 64)
 
 
 METHODS = ("update", "observe_update", "observe_rate", "scale", "state_dict", "load_state_dict")

@@ -339,3 +339,15 @@ def test_what_an_editor_marks() -> None:
     assert schema_errors("train", valid) == []
     assert schema_errors("train", {"ppo": {"learning_rate": "fast"}})
     assert schema_errors("train", {"kl": {"traget": 0.1}})
+
+
+def test_an_unknown_config_without_a_near_name_is_answered_by_five(write: Write) -> None:
+    """Those of the working directory come first; files that an editor or a tool hides are none."""
+    for name in ("mine.yaml", ".hidden.yaml"):
+        write(name)
+    with pytest.raises(InputError) as caught:
+        find_config("nope.yaml")
+    names = re.findall(r"[\w.]+\.yaml", str(caught.value))
+    assert names[:3] == ["nope.yaml", "mine.yaml", "ppo_adaptive.yaml"]
+    assert len(names) == 6
+    assert str(shipped_configs()) in str(caught.value)
