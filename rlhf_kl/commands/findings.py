@@ -45,7 +45,7 @@ from rlhf_kl.run.interval import checkpoint_size, interval_words, usual_interval
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
-from rlhf_kl.text import duration
+from rlhf_kl.text import duration, stdout_width
 from rlhf_kl.training import sets
 from rlhf_kl.training.device import SLOWER, half_slowdown, run_device
 from rlhf_kl.training.evaluation import evaluate_policy
@@ -59,6 +59,7 @@ from rlhf_kl.types import REWARD, RolloutBatch
 
 PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
+BESIDE = 38  # columns of a terminal that the numbers of `targets` leave to words
 SAMPLES = 3  # responses that are shown
 NEARLY = 0.9  # of the tokens of the largest update: the first one shows its memory
 BEST_OF = 16  # responses, of which the best is the measure of a gain
@@ -299,7 +300,8 @@ def check_targets(config: TrainConfig, scores: ReferenceScores) -> Iterator[Find
     best = [point for point in best_of_n(tilted, groups or [0] * len(tilted)) if point.n <= BEST_OF][-1]
     limit = curve[-1]["kl"] / size if curve else 0.0
     ladder = [kl for power in range(-5, 3) for kl in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if kl <= limit]
-    kls = sorted({*ladder[-4:], *([target] if target <= limit else [])})
+    columns = max(3, min(6, ((stdout_width() or 80) - BESIDE) // 7))  # no KL, some of the ladder, and the target
+    kls = sorted({*ladder[2 - columns :], *([target] if target <= limit else [])})
     gains = {0.0: 0.0} | {kl: gain for kl in kls if (gain := scores.most_gain(kl * size)) is not None}
     if len(gains) == 1:
         return

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from rlhf_kl.commands import findings
 from rlhf_kl.commands.findings import (
     check_endings,
     check_rate,
@@ -266,6 +267,15 @@ def test_the_score_at_a_kl_by_the_gaussian_law(unit: str, size: float) -> None:
             assert score == pytest.approx(5.0 + 3.0 * math.sqrt(2 * kl * size), rel=0.01)
             assert share == pytest.approx(math.sqrt(2 * kl * size) / 1.766, abs=0.02)
     assert "target" not in note
+
+
+def test_a_narrow_terminal_has_fewer_kls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "stdout_width", lambda: 60)
+    scores = ReferenceScores(NORMAL, [0] * 4096, 20.0)
+    rows, _ = read_table(scores, target=0.075)
+    assert rows.keys() == {0, 0.075, 0.2}
+    [found] = check_targets(config(kl={"target": 0.075}), scores)
+    assert max(map(len, found.text.split("\n")[:-1])) <= 60 - len("doubtful  targets    ")
 
 
 def test_right_or_wrong_is_known_up_to_the_log_of_a_prompts_samples() -> None:
