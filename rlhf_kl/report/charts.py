@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rlhf_kl.control import adjusts
 from rlhf_kl.control.verdict import BAND
 from rlhf_kl.report.comparison import Comparison, Variant
 from rlhf_kl.report.drawing import MANY, ORDERED, Chart, Line, log_if_wide, marks, with_values
@@ -105,7 +105,7 @@ def _perplexity(run: RunResult) -> Chart | None:
     if not x:
         return None
     lost = Line("held-out texts", "perplexity", x, [math.log(value / perplexities[0]) for value in perplexities])
-    forgotten = Line("forgetting", "perplexity", *run.series("eval/forward_kl_token"), dash=DASHES[1])
+    forgotten = Line("forgetting", "s3", *run.series("eval/forward_kl_token"), dash=DASHES[1])
     first, last = format_number(perplexities[0]), format_number(perplexities[-1])
     caption = f"Log of the held-out perplexity over its start: {first} -> {last}."
     if forgotten.x:
@@ -116,7 +116,12 @@ def _perplexity(run: RunResult) -> Chart | None:
 def _beta(run: RunResult) -> Chart:
     x, beta = run.series("kl/coef")
     log = log_if_wide(min(beta, default=0.0), max(beta, default=0.0))
-    caption = f"Controller: {run.config.kl.controller.kind}."
+    kind = run.config.kl.controller.kind
+    caption = "Beta is constant; the KL follows from it."
+    if adjusts(kind):
+        caption = f"Beta moves by design: the controller ({kind}) changes it so that the KL stays at its target."
+    elif kind == "schedule":
+        caption = "Beta follows a schedule, whatever the KL is."
     return Chart("beta", "Beta, the KL coefficient", "beta", [Line("beta", "beta", x, beta)], caption, log=log)
 
 
@@ -143,11 +148,11 @@ def held_charts(comparison: Comparison) -> list[Chart]:
     charts: list[Chart] = []
     for variant in (variant for family in comparison.families.values() for variant in family):
         # Without a penalty the line is over the target that the config names.
-        figures = "no penalty" if variant.constant_coef == 0 else outcome(variant)
+        found = "no penalty" if variant.constant_coef == 0 else outcome(variant)
         if variant.verdicts:
-            figures += f", off by {format_percent(variant.mean('tail_error'))}"
+            found += f", {format_percent(variant.mean('tail_error'))} off"
         runs = [(run, "kl", "") for run in variant.runs.values()]
-        charts.append(ratio_chart(f"held-{len(charts)}", re.sub("[-_]", " ", variant.name), runs, figures))
+        charts.append(ratio_chart(f"held-{len(charts)}", found[0].upper() + found[1:], runs, variant.name))
     return charts
 
 
@@ -206,12 +211,11 @@ def _frontier(comparison: Comparison) -> Chart | None:
     caption = "Each point is the end of one run."
     if tilt := _tilt(reference):
         lines.append(Line("upper limit", "ink", [math.sqrt(kl) for _, kl, _ in tilt], [gain for *_, gain in tilt]))
-        caption += " Solid: the largest possible gain at a KL (the reference's samples, weighted by exp(score/beta));"
-        caption += " it ends where these samples can tell no more."
+        caption += " Solid: the most that any policy can gain at a KL, by the reference's samples, as far as they tell."
     if best := reference.get("best_of_n"):
         x, y = [math.sqrt(point["kl_bound"]) for point in best], [point["gain"] for point in best]
         lines.append(Line("best of n", "muted", x, y, dash=DASHES[1], marker="."))
-        caption += f" Dashed: best of n reference samples, n up to {best[-1]['n']}, at the upper bound of its KL."
+        caption += f" Dashed: the best of n samples of the reference, for n up to {best[-1]['n']}."
     return Chart("frontier", "Score against KL", "score gain, in reference sd", lines, caption, xlabel=ROOT_KL)
 
 
@@ -223,7 +227,7 @@ def _kl_over_beta(variants: Sequence[Variant], styles: Mapping[str, Style]) -> C
     tilt = [(coef, kl) for coef, kl, _ in _tilt(_reference(variants)) if low <= 1.6 * coef <= 2.56 * high and kl > 0]
     lines = [marks("", styles[name].tint, [beta], [kl]) for name, beta, kl in ends]
     lines.append(Line("best policy", "ink", *_columns(tilt), marker=""))
-    caption = "Points: runs. Line: the optimum of score - beta · KL, estimated from the reference's samples."
+    caption = "Points: runs. Line: the best policy for each beta, estimated from the reference's samples."
     title, unit = "KL at the end against beta", "nats per response"
     return Chart("kl-beta", title, unit, lines, caption, xlabel="beta", log="xy")
 

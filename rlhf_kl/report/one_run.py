@@ -27,6 +27,7 @@ from rlhf_kl.text import read_number
 
 SHAPED = "objective/scores_shaped"
 PER_PROMPT = 8  # samples of the reference
+SURE = 2.0  # standard errors of a change that is told
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,18 @@ class RunResult:
         """Value at the end minus that of the reference."""
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
+
+    @cached_property
+    def fallen(self) -> list[str]:
+        """Scorers that never train and fell on held-out prompts while the score rose there, by two standard errors."""
+
+        def rise(name: str) -> float:
+            (_, values), (_, errors) = (self.series(f"eval/{name}{end}") for end in ("", "_stderr"))
+            if len(values) < 2 or len(errors) != len(values):
+                return 0.0
+            return (values[-1] - values[0]) / (math.hypot(errors[0], errors[-1]) or math.inf)
+
+        return [name for name in self.scorers if rise(name) < -SURE] if rise("scores") > SURE else []
 
     @property
     def beyond_limit(self) -> str:

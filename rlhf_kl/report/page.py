@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlhf_kl.config.resolve import dump_config, flat
+from rlhf_kl.control import adjusts
 from rlhf_kl.control.verdict import BAND, BAND_FROM, verdict_text
 from rlhf_kl.monitors.facts import closing_note, score_error
 from rlhf_kl.monitors.kl_shares import kl_shares
@@ -19,6 +20,7 @@ from rlhf_kl.report import token_tables
 from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.drawing import Chart, css, save_sheet, svg
 from rlhf_kl.report.one_run import RunResult, read_run
+from rlhf_kl.report.sentences import fallen_text
 from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.shell import program_version, source_name
@@ -54,6 +56,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         "report.html",
         refresh=refresh,
         name=run.name,
+        fallen=fallen_text(run.fallen),
         badge=(BADGES.get(verdict, ""), verdict_text(run.figures)) if run.status == "finished" else ("", run.status),
         subtitle=_subtitle(run),
         cards=_cards(run),
@@ -103,11 +106,12 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
     """Colour, name, value and note of each figure that was measured; those that are asked first have a colour."""
     figures, closing = run.figures, {name: start_to_end(pair) for name, pair in run.closing.items()}
     kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
+    aimed = kl is not None and adjusts(run.config.kl.controller.kind)
     error = score_error(run.updates)
     share = format_percent(read_number(run.summary, "tilt_share"))
     cards = [
-        ("kl", "KL over target", format_number(None if kl is None else kl / target),
-         f"{format_number(kl)} of {target:g} nats per {run.unit}"),
+        ("kl", "KL", format_number(kl) + f" of {target:g}" * aimed,
+         f"nats per {run.unit}" + ", without a target" * (not aimed)),
         ("score", "Score", closing.get("scores", "-"), "" if error is None else f"±{format_number(error)} at the end"),
         *(_scorer_card(run, name) for name in run.scorers if name in closing),
         ("perplexity", "Held-out perplexity", closing.get("perplexity", "-"),
@@ -115,7 +119,8 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
         ("", "Tail error", format_number(figures["tail_error"]), "mean |KL/target - 1|, second half"),
         ("", "Time in band", format_percent(figures["time_in_band"]),
          f"within ±{BAND:.0%}, from update {BAND_FROM}"),
-        ("", "Peak KL over target", format_number(figures["peak"]), ""),
+        ("", "Highest KL", format_number(None if figures["peak"] is None else figures["peak"] * target),
+         f"nats per {run.unit}" + f", {format_number(figures['peak'])} times the target" * aimed),
         ("", "Beta", closing.get("beta", "-"), f"{run.config.kl.controller.kind} controller"),
         ("", "Forgetting", closing.get("forward_kl_token", "-"), "nats per token: KL of the reference to the policy"),
         ("", "Score gain", share, "of the largest possible at this KL"),

@@ -48,9 +48,19 @@ def _mean_and_sd(variant: Variant, name: str) -> str:
 # ---- sentences
 
 
+def fallen_text(names: Sequence[str]) -> str:
+    """That these scorers, which never train, fell while the score rose; empty without any."""
+    labels = [scorer_label(name) for name in names]
+    several = " and ".join(filter(None, [", ".join(labels[:-1]), *labels[-1:]]))
+    return f"The score rose, and {several}, which never trained, fell: read the texts." if names else ""
+
+
 def judge(comparison: Comparison) -> list[str]:
     """A few sentences: targets held or missed, scores at equal KL, the cost. Which target to take, `scale` tells."""
     lines = _control_line(comparison)
+    for variant in comparison.variants:
+        names = dict.fromkeys(name for run in variant.runs.values() for name in run.fallen)
+        lines += [f"{variant.name}: {text}" for text in [fallen_text(list(names))] if text]
     if len(comparison.seeds) > 1:
         lines += _score_lines(comparison)
     costs = {

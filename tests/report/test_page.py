@@ -17,6 +17,7 @@ from rlhf_kl.report.charts import run_charts
 from rlhf_kl.report.comparison import read_comparison
 from rlhf_kl.report.one_run import read_run
 from rlhf_kl.report.page import report_page
+from rlhf_kl.report.sentences import judge
 from rlhf_kl.report.side_by_side import write_comparison
 from rlhf_kl.report.token_tables import TITLE
 from tests.runs import Rows, Write, jsonl
@@ -79,7 +80,7 @@ def test_one_file_that_shows_text_as_text_and_answers_on_its_first_screen(page: 
     first = page.partition("<h2>Curves")[0]
     assert '<span class="status good">target 0.1 held (within' in first
     assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)<", first.partition("<details>")[0]) == [
-        ("KL over target", "1.00"), ("Score", "1.00 → 3.00"), ("Held-out perplexity", "3.00 → 3.10"),
+        ("KL", "0.100 of 0.1"), ("Score", "1.00 → 3.00"), ("Held-out perplexity", "3.00 → 3.10"),
     ]  # fmt: skip
     assert re.findall(r"<h3>(.*?)</h3>", first) == ["Before (the start)", "Update 11", "After"]
 
@@ -95,7 +96,7 @@ def test_each_scorer_that_never_trains_has_a_figure_and_a_curve(write_run: Write
     run = read_run(write_run("watched", rows, samples, {"eval": {"scorers": scorers}}))
     first, _, rest = report_page(run).partition("<h2>Curves")
     found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>(.*?)<", first.partition("<details>")[0])
-    assert [each[0] for each in found] == ["KL over target", "Score", "Polite", "True score", "Held-out perplexity"]
+    assert [each[0] for each in found] == ["KL", "Score", "Polite", "True score", "Held-out perplexity"]
     assert found[2][1:] == ("0.250 → 5.50", "of held-out prompts, ±0.125 at the end")
     assert "true score -1.00 · polite 0.750" in first
     assert re.findall(r"<h3>(.*?)</h3>", rest)[1:4] == ["Score", "polite", "Perplexity and forgetting"]
@@ -174,3 +175,20 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
     assert "<script" not in text
     drawn = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert drawn == {"compare", "score", "eval-gold", "beta", "perplexity", "frontier", "kl-beta", "total-reward"}
+
+
+def test_a_scorer_that_falls_while_the_score_rises_is_in_the_headline(write_run: Write, metrics_rows: Rows) -> None:
+    """By two standard errors of both evaluations; a fall within them, or beside a score that stays, is none."""
+    config = {"eval": {"scorers": {"overlap": {"model": "a/b"}, "steady": {"model": "a/b"}}}}
+    errors = {f"eval/{name}_stderr": 0.1 for name in ("scores", "overlap", "steady")}
+    for name, score, told in (("rises", 1.0, True), ("stays", 0.2, False)):
+        rows = metrics_rows([0.1] * 20)
+        ends = [row for row in rows if "eval/perplexity" in row]
+        for row in ends:
+            row |= errors | {"eval/scores": 0.0, "eval/overlap": 0.5, "eval/steady": 0.5}
+        ends[-1] |= {"eval/scores": score, "eval/overlap": 0.1, "eval/steady": 0.3}
+        run = read_run(write_run(name, rows, config=config | {"ppo": {"total_episodes": 64 * 20}}))
+        assert run.fallen == ["overlap"] * told
+        words = "The score rose, and overlap, which never trained, fell: read the texts."
+        assert (words in report_page(run)) == told
+        assert any(words in line for line in judge(read_comparison([run.path]))) == told
