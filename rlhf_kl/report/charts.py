@@ -18,6 +18,7 @@ from rlhf_kl.text import format_number, format_percent, read_number, scorer_labe
 DASHES = ("solid", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
+LOW = 30.0  # a log axis of the KL begins so many times below the target
 KL_OVER_TARGET = "KL over its target"
 TRUE = "gold"  # the scorer that is drawn beside the score, and the tint of all that never train
 HELD_OUT = "mean over held-out prompts, with one standard error."
@@ -67,13 +68,15 @@ def _kl(run: RunResult) -> Chart:
     x, y = run.series(f"kl/{run.unit}")
     target = run.config.kl.target_value
     alerts = [(x, y) for row, x, y in zip(run.updates, x, y, strict=False) if row.get("alerts")]
+    log = log_if_wide(target, max(y, default=0.0))
     return Chart(
         "kl",
         f"KL to the reference, per {run.unit}",
         f"nats per {run.unit}",
         [Line("mean", "kl", x, y), marks("alert", "alert", *_columns(alerts), "^")],
         f"The band is the target ± {100 * BAND:g} %.",
-        log=log_if_wide(target, max(y, default=0.0)),
+        log=log,
+        ylim=(target / LOW, 1.3 * max(y)) if log else None,  # the KL of the start is rounding
         target=target,
         ceiling=read_number(run.updates[-1], "kl/ceiling") if run.updates else None,
     )

@@ -48,11 +48,12 @@ def _mean_and_sd(variant: Variant, name: str) -> str:
 # ---- sentences
 
 
-def fallen_text(names: Sequence[str]) -> str:
-    """That these scorers, which never train, fell while the score rose; empty without any."""
+def fallen_text(names: Sequence[str], where: str = "") -> str:
+    """That these scorers, which never train, fell while the score rose; empty without any. `where`: of what."""
     labels = [scorer_label(name) for name in names]
     several = " and ".join(filter(None, [", ".join(labels[:-1]), *labels[-1:]]))
-    return f"The score rose, and {several}, which never trained, fell: read the texts." if names else ""
+    rose = f"In {where} the score rose" if where else "The score rose"
+    return f"{rose}, and {several}, which never trained, fell: read the texts." if names else ""
 
 
 def judge(comparison: Comparison) -> list[str]:
@@ -60,7 +61,7 @@ def judge(comparison: Comparison) -> list[str]:
     lines = _control_line(comparison)
     for variant in comparison.variants:
         names = dict.fromkeys(name for run in variant.runs.values() for name in run.fallen)
-        lines += [f"{variant.name}: {text}" for text in [fallen_text(list(names))] if text]
+        lines += [fallen_text(list(names), variant.name)] * bool(names)
     if len(comparison.seeds) > 1:
         lines += _score_lines(comparison)
     costs = {

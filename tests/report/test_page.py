@@ -191,4 +191,4 @@ def test_a_scorer_that_falls_while_the_score_rises_is_in_the_headline(write_run:
         assert run.fallen == ["overlap"] * told
         words = "The score rose, and overlap, which never trained, fell: read the texts."
         assert (words in report_page(run)) == told
-        assert any(words in line for line in judge(read_comparison([run.path]))) == told
+        assert (words.replace("The", f"In {name} the") in judge(read_comparison([run.path]))) == told
