@@ -62,7 +62,7 @@ import rlhf_kl
 from rlhf_kl.builtin.world import world_file
 
 shutil.copytree(world_file("builtin:reviews-small", "policy"), "my-model")
-page = (Path(rlhf_kl.__file__).parent / "guide" / "python.md").read_text(encoding="utf-8")
+page = (Path(rlhf_kl.__file__).parent / "guide" / "running.md").read_text(encoding="utf-8")
 for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
     exec(snippet, {"__name__": "__main__"})
 PY

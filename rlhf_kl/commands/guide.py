@@ -13,21 +13,16 @@ from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.shell import shell_command
 
 PAGES = {
-    "tutorial": "KL control step by step, each with a command",
-    "kl": "which target, beta, controllers, ceiling, alerts",
-    "questions": "my KL does not move, my score is flat; glossary",
-    "lab": "three exercises, one for each way to fail",
+    "tutorial": "KL control step by step, each with a command; three ways to fail",
+    "kl": "which target, beta, controllers, ceiling; questions, alerts, words",
     "models_and_data": "models, adapters, precision, prompts",
     "rewards_and_controllers": "of your own, in a few lines of Python",
-    "python": "from a notebook: a run, or a loop of your own",
-    "running": "comparing, resuming, memory",
+    "running": "command line, Python, comparing, resuming, exit codes",
     "cluster": "several GPUs and nodes: Slurm, preemption, memory",
     "metrics": "every name in metrics.jsonl",
-    "coming_from": "from TRL, OpenRLHF or verl; KLBudget inside TRL",
     "measurements": "every figure, with its command",
-    "agent": "for scripts and agents: commands, exit codes, files",
+    "coming_from": "from TRL, OpenRLHF, verl and others; what has changed",
     "config_reference": "every key of a config, with its default",
-    "changes": "what is new",
 }
 FOLDER = Path(__file__).parents[1] / "guide"
 WIDTH = 80  # most columns of a page: longer lines are hard to read
@@ -38,7 +33,7 @@ def guide(
         str | None, typer.Argument(metavar="PAGE", help="A page, or the beginning of its name; default: list them.")
     ] = None,
 ) -> None:
-    """Read the guide: KL control, questions, a lab, models, rewards, running, clusters, every metric and config key."""
+    """Read the guide: KL control, models, rewards, running, clusters, every metric and config key."""
     if page is None:
         width = max(map(len, PAGES))
         for name, line in PAGES.items():

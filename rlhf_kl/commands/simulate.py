@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlhf_kl import ui
 from rlhf_kl.commands.options import Set, local, numbers
 from rlhf_kl.errors import InputError
 from rlhf_kl.text import text_table
@@ -64,6 +65,7 @@ def simulate(
 
     if sets and config is None:
         raise InputError("--set changes a config: it needs --config")
+    ui.start()
     kls = None if kl is None else numbers("--kl", kl)
     wanted = Wanted(controller, target, coef, episodes, updates)
     if config is not None:

@@ -248,7 +248,7 @@ def test_a_call_that_cannot_be_right_is_refused_and_changes_nothing(free: rlhf_k
 
 
 def snippets() -> Iterator[str]:
-    page = (FOLDER / "python.md").read_text(encoding="utf-8")
+    page = (FOLDER / "running.md").read_text(encoding="utf-8")
     yield from re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
@@ -257,7 +257,7 @@ def test_the_snippets_of_the_guide_run(
 ) -> None:
     shutil.copytree(world_file("builtin:reviews-small", "policy"), tmp_path / "my-model")
     monkeypatch.chdir(tmp_path)
-    ran = [exec(compile(snippet, "python.md", "exec"), {"__name__": "__main__"}) for snippet in snippets()]
+    ran = [exec(compile(snippet, "running.md", "exec"), {"__name__": "__main__"}) for snippet in snippets()]
     assert len(ran) == 2
     assert "3 updates, finished" in capsys.readouterr().out
     assert (tmp_path / "final" / "model.safetensors").is_file()
