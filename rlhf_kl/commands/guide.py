@@ -13,15 +13,16 @@ from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.shell import shell_command
 
 PAGES = {
-    "tutorial": "KL control step by step, each with a command; three ways to fail",
-    "kl": "which target, beta, controllers, ceiling; questions, alerts, words",
+    "tutorial": "KL control step by step, and three ways to fail",
+    "kl": "target, beta, controllers, ceiling, alerts, words",
     "models_and_data": "models, adapters, precision, prompts",
     "rewards_and_controllers": "of your own, in a few lines of Python",
-    "running": "command line, Python, comparing, resuming, exit codes",
-    "cluster": "several GPUs and nodes: Slurm, preemption, memory",
+    "running": "Python, comparing, resuming, exit codes, files",
+    "cluster": "several GPUs and nodes: Slurm, memory",
     "metrics": "every name in metrics.jsonl",
+    "evidence": "what a held KL buys",
     "measurements": "every figure, with its command",
-    "coming_from": "from TRL, OpenRLHF, verl and others; what has changed",
+    "coming_from": "from TRL, OpenRLHF, verl; what has changed",
     "config_reference": "every key of a config, with its default",
 }
 FOLDER = Path(__file__).parents[1] / "guide"
