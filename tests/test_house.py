@@ -23,8 +23,7 @@ MOST_LINES = 350  # of a file
 MOST_LINES_OF_FUNCTION = 50  # below its signature, which lists the options of a command
 MOST_MODULES = 48  # of this package that the step of PPO pulls in
 MOST_FRAMES = 9  # of this package, from an update to the log-softmax of a training pass
-STORED = Path(__file__).with_name("house_lines.txt")  # lines of the package
-FREE_LINES = 100  # more are named
+STORED = Path(__file__).with_name("house_lines.txt")  # most lines of the package, a round number
 MOST_TYPES = 12  # on a prompt's way
 MOST_CONSTANTS = 40  # by which the KL is moved and judged
 NO_CONTROL = {"guard.py", "plant.py", "tilt.py"}  # arguments to try; a simulated policy; what a KL can buy
@@ -272,9 +271,9 @@ def git(*words: str) -> str:
 
 
 def test_new_lines_are_named() -> None:
-    """The sum may grow by `FREE_LINES` unseen, so that no line is saved for its sake."""
-    assert package_lines() <= int(STORED.read_text()) + FREE_LINES, (
-        f"raise {STORED.name} to {package_lines()}, in a commit whose message says what the lines buy"
+    """A round number, so that no line is saved for its sake."""
+    assert package_lines() <= int(STORED.read_text()), (
+        f"raise {STORED.name} by 500, in a commit whose message says what the lines buy"
     )
 
 
