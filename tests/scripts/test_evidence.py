@@ -26,9 +26,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """`script("law")`: a module of the folder, which imports its neighbours by their bare names."""
     monkeypatch.syspath_prepend(str(EVIDENCE))
     names = {file.stem for file in EVIDENCE.glob("*.py")}
+    others = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}  # of the same bare name
     yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)
+    sys.modules.update(others)
 
 
 def test_the_fit_finds_the_law_that_made_the_points(script: Any) -> None:
