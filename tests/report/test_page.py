@@ -159,7 +159,7 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
     shown = write_comparison(read_comparison([tmp_path]), tmp_path / "out", "my <i>comparison</i>", 80)
     text = (tmp_path / "out" / "compare.html").read_text()
     assert not re.search(r"<[bi]>", text)
-    assert "$<b>static<i>$ 0.1x" in unescape(text)
+    assert "$<b>static<i>$-0.1x" in unescape(text)
     assert "30x the target, up to 30x" in text
     assert text.count("<svg") == 4 + 7
     places = re.findall(r'<a href="([^"]+)">seed [01]</a>', text)

@@ -1,0 +1,1 @@
+"""A package with a file of its own: a library may bring another one of this name."""
