@@ -351,3 +351,4 @@ def test_an_unknown_config_without_a_near_name_is_answered_by_five(write: Write)
     assert names[:3] == ["nope.yaml", "mine.yaml", "ppo_adaptive.yaml"]
     assert len(names) == 6
     assert str(shipped_configs()) in str(caught.value)
+    assert all((shipped_configs() / name).is_file() for name in names[2:])
