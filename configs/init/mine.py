@@ -1,7 +1,7 @@
 """Reward functions of mine.yaml: a number for each response, higher is better."""
 
 
-def sentences(prompts, responses, count=5):  # an empty text must score low: it is found first
+def sentences(prompts, responses, count=5):  # an empty text must score low: the policy finds it first
     return [-abs(sum(map(response.count, ".!?")) - count) for response in responses]
 
 
