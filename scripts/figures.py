@@ -1,4 +1,4 @@
-"""Makes the measurements behind the figures of README and guide, each into scripts/results/NAME.json.
+"""Makes the measurements behind the figures of README, guide and scripts/results, each into scripts/results/NAME.json.
 
     make figures                       all of them: hours on two cores
     make figures ONLY="sweep_target"   some. A result that this program made stays; finished runs in runs/figures are
@@ -7,7 +7,7 @@
     make figures ONLY="gpu --from report.json"   store what another machine measured
 
 A result has what was measured, its command, commit, date, machine and seeds, and `figures`: numbers by name.
-`trl_budget_picture.py` makes trl_budget.json, in environments with TRL. A table in README or guide that begins with
+`trl_budget_picture.py` makes trl_budget.json, in environments with TRL. A table that begins with
 `<!-- figures: NAME -->` shows these numbers; `tests/test_figures.py` compares them.
 """
 
@@ -140,20 +140,6 @@ def speed(what: str, *options: str) -> Measurement:
     return Measurement(what, command, "bench_groups.json", lambda found: dict(found["summary"]))
 
 
-def several(model: str, batch: int) -> Measurement:
-    """Samples a second of one and two processes, and of two with sharded weights, by `bench.py`."""
-    sizes = ["--models", model, "--batch", str(batch), "--values", "features", "--dtypes", "float32"]
-
-    def read(found: Mapping[str, Any]) -> dict[str, Any]:
-        rows = found["several"]
-        return {
-            f"{row['processes']}{' sharded' * row['sharded']}": {"samples_per_s": row["samples_per_s"]} for row in rows
-        }
-
-    command = ["scripts/bench.py", "several", *sizes, "--out", "FOLDER/bench.json"]
-    return Measurement("one and two processes", command, "bench.json", read)
-
-
 ONE_PAIR = ("--sides", "rloo", "TRL rloo", "--seeds", "0", "--updates", "7")
 MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
@@ -163,7 +149,6 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     "forgetting": Measurement(
         "forgetting beside the KL", ["scripts/forgetting.py", "FOLDER"], "forgetting.json"
     ),  # 4; of the runs above
-    "choices": comparison("where the KL is paid, and the value function", "scripts/choices.yaml"),  # 10
     "scale": Measurement(
         "one run scaled to every target, beside runs trained there", ["scripts/scale_arms.py", "FOLDER"], "scale.json"
     ),  # 30; needs RLHF_KL_REAL, as stress
@@ -193,9 +178,6 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     ),  # 10; needs a GPU
     "control": control("tail errors of all controllers"),  # 40
     "stress": control("settings that nobody tuned for", "--rows", "stress"),  # 30
-    "several": several("reviews", 64),  # 2
-    "several_256": several("reviews", 256),  # 4
-    "several_llama": several("llama", 32),  # 8
     "curves": comparison("a healthy run and three sick ones", "scripts/guide_curves.yaml"),  # 2
     # 9; needs TRL, as the three below
     "speed": speed("seconds beside TRL's RLOO", "--sides", "gae", "rloo", "TRL rloo", "--betas", "rloo=0.24"),

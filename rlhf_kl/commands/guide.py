@@ -21,7 +21,6 @@ PAGES = {
     "cluster": "several GPUs and nodes: Slurm, memory",
     "metrics": "every name in metrics.jsonl",
     "evidence": "what a held KL buys",
-    "measurements": "every figure, with its command",
     "coming_from": "from TRL, OpenRLHF, verl; what has changed",
     "config_reference": "every key of a config, with its default",
 }

@@ -146,7 +146,7 @@ def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cl
     assert rlhf_kl("guide", "Coming-From.md").out.strip().startswith("Coming from")
     assert max(map(len, rlhf_kl("guide").out.splitlines())) <= 80
     assert rlhf_kl("guide", "reward").out == rlhf_kl("guide", "rewards_and_controllers").out
-    assert "measurements?" in rlhf_kl("guide", "m").err
+    assert "models_and_data or metrics?" in rlhf_kl("guide", "m").err
 
 
 @pytest.mark.slow
