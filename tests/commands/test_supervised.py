@@ -112,7 +112,7 @@ def test_labelled_texts_make_a_classifier(supervised: Train, tmp_path: Path) -> 
     assert summary["final"]["eval/accuracy"] == 1.0
     histogram = summary["heldout"]["histogram"]
     assert len(histogram["edges"]) == 21
-    assert sum(histogram["label 1"]) + sum(histogram["label 0"]) == 3  # one in twenty of 64
+    assert sum(histogram["label 1"]) + sum(histogram["label 0"]) == 4  # of 64
     final = str(tmp_path / "run" / "final")
     scorer = RewardModel(load_reward_model(final), load_tokenizer(final))
     with_it, without = scorer.score(["", ""], ["cab", "cdb"]).tolist()

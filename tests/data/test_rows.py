@@ -209,14 +209,19 @@ def test_labels_are_0_and_1() -> None:
 
 
 def test_one_key_in_twenty_is_kept_apart_with_all_its_rows() -> None:
-    rows = [(i % 60, i) for i in range(120)]
+    rows = [(i % 100, i) for i in range(200)]
     train, kept = divided("data.pairs", rows, None, lambda row: row[0])
-    assert len({row[0] for row in kept}) == 3
-    assert len(kept) == 6
+    assert len({row[0] for row in kept}) == 5
+    assert len(kept) == 10
     assert divided("data.pairs", rows, None, lambda row: row[0]) == (train, kept)
     assert sorted(train + kept) == sorted(rows)
     with pytest.raises(InputError, match=r"^data\.pairs: 19 "):
         divided("data.pairs", list(range(19)) * 5, None, lambda row: row)
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(20, 4), (40, 4), (99, 4), (100, 5), (200, 10)])
+def test_so_few_rows_that_they_tell_no_error_are_never_held_out(rows: int, kept: int) -> None:
+    assert len(divided("data.texts", range(rows), None, lambda row: row)[1]) == kept
 
 
 def test_rows_that_are_drawn_come_from_all_of_a_sorted_file() -> None:
