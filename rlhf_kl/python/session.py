@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhf_kl import ui
-from rlhf_kl.errors import Interrupted
+from rlhf_kl.errors import InputError, Interrupted, RlhfKlError
+
+ARGUMENTS = {"--resume": "resume=True", "--overwrite": "overwrite=True", "--output-dir": "output_dir"}
 
 
 @contextmanager
@@ -26,6 +28,11 @@ def python_call(*, quiet: bool) -> Iterator[None]:
     try:
         with library_state_kept():
             yield
+    except RlhfKlError as error:
+        error.args = tuple(_with_arguments(str(text)) for text in error.args)
+        if isinstance(error, InputError):
+            error.problems = list(map(_with_arguments, error.problems))
+        raise
     except Interrupted as stopped:
         if stopped.exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -38,3 +45,10 @@ def python_call(*, quiet: bool) -> Iterator[None]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         ui.start(quiet=True)
+
+
+def _with_arguments(text: str) -> str:
+    """An error's text, with arguments of Python in place of options of the command line."""
+    for option, argument in ARGUMENTS.items():
+        text = text.replace(option, argument)
+    return text

@@ -208,7 +208,8 @@ def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
         raise InputError(f"{path} is a file: choose another --output-dir")
     if any(entry.name != LOCK for entry in path.iterdir()):
         if folder.holds_run and not may_hold_run:
-            raise InputError(f"{path} holds a run: --resume goes on with it, --overwrite starts it anew")
+            ways = "--resume goes on with it, --overwrite starts it anew, another --output-dir keeps it"
+            raise InputError(f"{path} holds a run: {ways}")
         # A lone config.yaml may be anybody's.
         records = folder.metrics.exists() or checkpoint_folders(folder.checkpoints)
         if not (path / LOCK).exists() and not (folder.config.exists() and records):

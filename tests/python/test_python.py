@@ -54,6 +54,13 @@ def trained(tmp_path: Path) -> rlhf_kl.TrainedRun:
     return rlhf_kl.train("ppo_adaptive.yaml", SMALL, **given, output_dir=tmp_path / "one", updates=2, quiet=True)
 
 
+def test_an_error_names_arguments_of_python_and_no_options(trained: rlhf_kl.TrainedRun) -> None:
+    words = "holds a run: resume=True goes on with it, overwrite=True starts it anew, another output_dir keeps it"
+    with pytest.raises(rlhf_kl.RlhfKlError, match=words) as found:
+        rlhf_kl.train("ppo_adaptive.yaml", SMALL, output_dir=trained.folder, updates=2, quiet=True)
+    assert "--" not in str(found.value)
+
+
 def test_a_run_from_lists_and_a_function(trained: rlhf_kl.TrainedRun, rlhf_kl: Callable[..., Outcome]) -> None:
     assert [row["step"] for row in trained.metrics] == [1, 2, 3]
     assert len(trained.frame()) == 3
