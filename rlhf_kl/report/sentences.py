@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rlhf_kl.control.verdict import why_short
+from rlhf_kl.control.verdict import BAND_FROM, why_short
 from rlhf_kl.report.comparison import SCORES, Comparison, Variant
 from rlhf_kl.report.equal_kl import EqualKL
 from rlhf_kl.shell import shell_command
@@ -103,7 +103,10 @@ def _control_line(comparison: Comparison) -> list[str]:
         if members[0].constant_coef == 0:
             parts.append(f"{family} has no penalty and ended at {format_number(members[0].mean('kl'))} nats")
         elif ratios:
-            parts.append(f"{family} ended with a KL of {_span(ratios, lambda x: f'{format_number(x, 2)}x')} its target")
+            shortest = min(len(run.updates) for v in members for run in v.runs.values())
+            after = f" after only {shortest} updates" * (shortest < BAND_FROM)
+            span = _span(ratios, lambda x: f"{format_number(x, 2)}x")
+            parts.append(f"{family} ended with a KL of {span} its target{after}")
     target = "targets" if comparison.target is None else f"target of {comparison.target:g} nats"
     return [f"KL {target} per {comparison.unit}: {'; '.join(parts)}."] if parts else []
 
