@@ -330,9 +330,9 @@ def check_samples(rollout: RolloutBatch, reward: RewardModel | None) -> Finding:
     """Responses of the starting policy with their scores; doubtful where most of a batch are the same text."""
     scores = rollout.scores[REWARD].tolist()
     rows = list(zip(rollout.prompts, rollout.responses, scores, strict=True))[:SAMPLES]
-    message = "; ".join(f"{prompt[-30:]!r} -> {response[:60]!r}, score {score:.4g}" for prompt, response, score in rows)
+    message = "\n".join(f"{prompt[-30:]!r} -> {response[:60]!r}: {score:.4g}" for prompt, response, score in rows)
     if reward is not None:
-        message += f". The score is {reward.words()}"
+        message += f"\nThe score is {reward.words()}"
     text, count = Counter(response.strip() for response in rollout.responses).most_common(1)[0]
     return judge("samples", shown=message, most=count, count=len(scores), share=count / len(scores), text=text[:60])
 

@@ -106,7 +106,7 @@ def frontier(
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.kl(1.0)
     wanted = {*(targets or ()), *([] if save is None else [save])}
     wanted |= {_rounded(step * goal) for step in STEPS} if targets is None else set()
-    log.info(f"{len(wanted)} targets, each sampled up to {TRIES} times")
+    log.info(f"{len(wanted)} targets and the trained policy, each sampled up to {TRIES} times")
     for target in sorted(wanted, key=lambda one: abs(math.log(one / table.kl(1.0)))):  # each helps the next
         table.reach(target)
     document = table.to_json()
