@@ -31,5 +31,6 @@ def init(
         shutil.copyfile(file, folder / file.name)
     config = short_path(str((folder / "mine.yaml").absolute()))
     print(f"Name your model in {config} (policy.model), then\n")
-    for command in (f"doctor --config {config}", f"train --config {config}", "eval --plugins", "scale --plugins"):
+    commands = (f"doctor --config {config}", f"train --config {config}", "report", "eval --plugins", "scale --plugins")
+    for command in commands:
         print(f"  {shell_command()} {command}")

@@ -61,7 +61,7 @@ def own(tmp_path_factory: pytest.TempPathFactory, rlhf_kl: Cli) -> Iterator[Path
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         done = rlhf_kl("init")
-        assert (done.code, done.out.count("rlhf-kl"), done.err) == (0, 4, "")
+        assert (done.code, done.out.count("rlhf-kl"), done.err) == (0, 5, "")
         assert {path.name for path in folder.iterdir()} == {"heldout.txt", "mine.py", "mine.yaml", "prompts.jsonl"}
         assert len(Path("prompts.jsonl").read_text().splitlines()) == 40
         tokenizer = train_tokenizer(Path("heldout.txt").read_text().splitlines(), 300, 160)
