@@ -55,7 +55,9 @@ def wrong_numbers(rows: list[list[str]], figures: dict[str, Any]) -> list[str]:
 TABLES = [(page, name, rows) for page in PAGES for name, rows in marked(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize(("page", "name", "rows"), TABLES, ids=[f"{page.parent.name}-{page.stem}-{name}" for page, name, _ in TABLES])
+@pytest.mark.parametrize(
+    ("page", "name", "rows"), TABLES, ids=[f"{page.parent.name}-{page.stem}-{name}" for page, name, _ in TABLES]
+)
 def test_each_number_of_a_marked_table_was_measured(page: Path, name: str, rows: list[list[str]]) -> None:
     found = {each: json.loads((RESULTS / f"{each}.json").read_text(encoding="utf-8")) for each in name.split()}
     figures = {f"{each}-{key}": entry for each, result in found.items() for key, entry in result["figures"].items()}
