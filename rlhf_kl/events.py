@@ -77,7 +77,7 @@ class KLNotFinite(Event, name="kl-not-finite"):
 
 
 class CoefNotFinite(Event, name="coef-not-finite"):
-    words = "the controller set it to {wrong} at KL {kl:.6g}; back to {coef:.6g}"
+    words = "the controller set beta to {wrong:.6g} at KL {kl:.6g}, which is no number above 0; it stays {coef:.6g}"
     wrong: float
     kl: float
     coef: float

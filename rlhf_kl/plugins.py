@@ -28,7 +28,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rlhf_kl.apart import Home
-from rlhf_kl.errors import InputError, RlhfKlError, no_such_file, suggestion
+from rlhf_kl.errors import InputError, RlhfKlError, nearest, no_such_file, suggestion
 from rlhf_kl.memory import memory_is_full
 from rlhf_kl.shell import LIBRARIES
 
@@ -288,14 +288,21 @@ def takes(target: Any, name: str) -> bool:
 
 
 def checked_options(
-    target: Any, written: Mapping[str, Any], where: str, *, provided: Collection[str] = (), complete: bool = True
+    target: Any,
+    written: Mapping[str, Any],
+    where: str,
+    *,
+    provided: Collection[str] = (),
+    complete: bool = True,
+    beside: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
     """The arguments that these options are for a class or function, and the problems of them. Does not call it.
 
     Variables are filled in, and a value has the type of its annotation: a list may become a tuple, a text a path. The
     home of `target` gets to know what it has to hide.
     where: dotted path of the options. provided: parameters that the program sets if the options do not.
-    complete: whether parameters without a default get their values from the options only.
+    complete: whether parameters without a default get their values from the options only. beside: keys of the program
+    that stand beside the options.
     """
     values, parameters, name = filled(dict(written)), parameters_of(target), getattr(target, "__name__", repr(target))
     if secrets := secrets_of(dict(written)):
@@ -320,7 +327,9 @@ def checked_options(
             if kind == "missing":
                 reason = f"missing, {name} needs it"
             elif kind == "extra_forbidden":
-                reason = f"unknown option of {name}{suggestion(key, set(named) - set(provided), prefix=f'{where}.')}"
+                every = {*named, *beside}
+                valid = every if nearest(key, every) else set(named) - set(provided)
+                reason = f"unknown option of {name}{suggestion(key, valid, prefix=f'{where}.')}"
             else:
                 reason = f"{written[key]!r} does not fit: {problem['msg']}"
             reasons.setdefault(key, reason)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rlhf_kl.builtin.world import is_builtin
 from rlhf_kl.config.schema import AnyConfig, TrainConfig
-from rlhf_kl.config.schema.reward import SERVERS, ScorerSection
+from rlhf_kl.config.schema.reward import SERVERS, RewardSection, ScorerSection, TermSection
 from rlhf_kl.config.schema.sections import refuse
 from rlhf_kl.control import Guard, load_controller, make_controller
 from rlhf_kl.errors import InputError, blame, collected
@@ -121,7 +121,11 @@ def load_reward(plugin: NamedPlugin, given: Given = NOTHING) -> tuple[Any, dict[
     provided = set() if is_class else TRL_PROVIDED if trl else REWARD_PROVIDED
     problems = [f"{plugin.where}.{name}: set by the program, remove it" for name in sorted(provided & {*options})]
     # Other parameters of a function may be columns of the data set.
-    arguments, wrong = checked_options(target, options, plugin.where, provided=provided, complete=is_class)
+    section = RewardSection if plugin.where == "reward" else TermSection
+    beside = section.model_fields
+    arguments, wrong = checked_options(
+        target, options, plugin.where, provided=provided, complete=is_class, beside=beside
+    )
     problems += wrong
     if is_class and not any("__call__" in vars(base) for base in target.__mro__):
         called = "__call__(prompts, completions, **columns)" if trl else "__call__(prompts, responses)"

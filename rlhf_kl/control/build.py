@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -37,6 +38,7 @@ CONTROLLER_PROVIDED = {
     **{name: (name,) for name in ("total_episodes", "batch_size", *sorted(BOUNDS))},
 }
 COEF_WITHOUT_SCORES = 0.1  # `coef: auto` without scores
+LOGPROBS = re.compile(r"log_?p|log_?ratio|^ref_|_ref$", re.IGNORECASE)  # what a course calls them
 
 
 def stored_name(kind: str) -> str:
@@ -94,7 +96,7 @@ def law_options(law: type, written: Mapping[str, Any], where: str) -> tuple[dict
     """
     names = option_names(law)
     own = {key: value for key, value in by_own_names(written, names).items() if key not in BOUNDS or key in names}
-    arguments, problems = checked_options(law, own, where, provided=names.values())
+    arguments, problems = checked_options(law, own, where, provided=names.values(), beside=BOUNDS)
     if not problems and issubclass(law, Law):
         defaults = {option.name: option.default for option in fields(law)}
         problems = [f"{where}: {line}" for line in law.conflicts(defaults | arguments)]
@@ -106,7 +108,12 @@ def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[s
     law = law_class(kind)
     arguments, problems = law_options(law, options, "kl.controller")
     if not fits_update(getattr(law, "update", None), None):
-        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a law needs it")
+        problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a controller needs it")
+    elif asked := [p.name for p in parameters_of(getattr(law, "update", None)) or () if LOGPROBS.search(p.name)]:
+        problems.append(
+            f"kl.controller.kind: {law.__name__}.update asks for {' and '.join(asked)}, but it gets the KL, a number "
+            "in nats, and the number of responses: write update(kl, episodes)"
+        )
     if problems:
         raise InputError(*problems)
     return law, arguments

@@ -187,9 +187,10 @@ class Guard:
         with self._calls("update"):
             try:
                 returned = self.law.update(kl, episodes) if self._takes_episodes else self.law.update(kl)
-            except TypeError as error:
-                if "must be Tensor" in str(error):  # of torch.exp and the like
-                    error.args = (f"{error}: the KL is a number, for math.exp and the like",)
+            except (TypeError, AttributeError) as error:
+                if "Tensor" in str(error) or "'float' object" in str(error):  # of torch.exp, .item() and the like
+                    said = str(error).partition("\n")[0].partition(", but expected")[0]
+                    error.args = (f"{said}: the KL is a number and no tensor, for math.exp(kl) and the like",)
                 raise
             beta = returned if is_number(returned) else self._held()
             if beta is None:

@@ -187,13 +187,28 @@ def test_what_a_class_raises_is_one_line_with_its_place_and_without_a_secret(mon
         law.step(0.1, 64)
 
 
-def test_a_class_that_takes_the_kl_for_a_tensor_is_told_what_it_gets(here: Path) -> None:
+@pytest.mark.parametrize("wrong", ["torch.exp(kl)", "kl.mean()", "kl.item()", "torch.clamp(kl, max=1.0)"])
+def test_a_class_that_takes_the_kl_for_a_tensor_is_told_what_it_gets(here: Path, wrong: str) -> None:
     """As the exponential controller of a tutorial is written."""
-    code = "import torch\nclass Exponential:\n    coef = 0.1\n"
-    code += "    def update(self, kl): self.coef *= torch.exp(0.1 * (kl - 0.02)).item()\n"
+    code = f"import torch\nclass Exponential:\n    coef = 0.1\n    def update(self, kl): self.coef *= {wrong}\n"
     (here / "exponential.py").write_text(code)
-    with pytest.raises(InputError, match=r"TypeError: .* must be Tensor.*: the KL is a number, for math\.exp .*\.py:4"):
+    words = r"raised \w+Error: [^\n]*: the KL is a number and no tensor, for math\.exp\(kl\) .*\.py:4"
+    with pytest.raises(InputError, match=words) as found:
         make_controller("exponential.py:Exponential", {}).step(0.2, 64)
+    assert len(str(found.value)) < 250
+
+
+@pytest.mark.parametrize("names", ["logprob, ref_logprob", "log_ratio", "policy_logp, episodes"])
+def test_a_class_that_asks_for_log_probs_is_refused(here: Path, names: str) -> None:
+    """It would take the KL for a log-prob, and the number of responses for the reference's."""
+    (here / "course.py").write_text(f"class Course:\n    coef = 0.1\n    def update(self, {names}): return 0.1\n")
+    with pytest.raises(InputError, match=r"Course\.update asks for .*, but it gets the KL, a number in nats"):
+        make_controller("course.py:Course", {})
+
+
+def test_a_misspelled_coef_is_told(here: Path) -> None:
+    with pytest.raises(InputError, match=r"kl\.controller\.coeff: .*did you mean kl\.controller\.coef\?"):
+        make_controller("adaptive", {"coeff": 0.1})
 
 
 METHODS = ("update", "observe_update", "observe_rate", "scale", "state_dict", "load_state_dict")
