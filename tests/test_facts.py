@@ -70,7 +70,7 @@ def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
     assert figures["kl"] == pytest.approx(0.208)
     if kind == "fixed":
         assert figures["verdict"] is None
-        assert verdict_text(figures) == "no target (beta does not depend on the KL)"
+        assert verdict_text(figures) == "no target is held (beta does not depend on the KL)"
     else:
         assert (figures["verdict"], figures["since"], figures["error_since"]) == ("late", 21, pytest.approx(0.04))
         assert verdict_text(figures) == "target 0.2 reached late (in band from update 21 on, within 4% since)"

@@ -20,7 +20,7 @@ WORDS = {
     "late": "target {target:g} reached late (in band from update {since} on, within {error_since:.0%} since)",
     "missed": "target {target:g} missed (off by {tail_error:.0%} on average)",
     "short": "{share:.0%} of the target {target:g} in {updates} updates: too short to say more ({why})",
-    None: "no target (beta does not depend on the KL)",
+    None: "no target is held (beta does not depend on the KL)",
 }
 
 Item = TypeVar("Item")

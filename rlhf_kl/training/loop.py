@@ -242,7 +242,9 @@ class TrainLoop:
         batch, first = config.rollout.batch_size, self.run.next_step == 1
         aim = f"KL target {kl.target_value:g} nats per {kl.unit}, beta {'starts at ' * first}{control.beta:.2g}"
         if not control.adjusts:
-            aim = f"beta stays at {control.beta:.2g}, whatever the KL"
+            low, high = control.beta_range(config.controlled_updates, batch)
+            moves = f"stays at {control.beta:.2g}" if low == high else f"follows its schedule, {low:.2g} to {high:.2g}"
+            aim = f"beta {moves}, whatever the KL"
         log.info(f"{'start checked; ' * first}{aim}; {config.updates} updates of {batch} responses")
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
@@ -278,19 +280,21 @@ class TrainLoop:
             control=control_figures(rows, self.config.kl),
             closing=closing,
             score_error=score_error(rows),
-            tilt_share=self.tilt_share(closing),
+            tilt_share=self.tilt_share(closing, score_error(rows)),
             reference=self.training.reference_scores.summary(),
             starting_coef=self.training.coef,
             learning_rate=self.trainer.rate.peak,
             stopped_by=None,
         )
 
-    def tilt_share(self, closing: Mapping[str, StartEnd]) -> float | None:
+    def tilt_share(self, closing: Mapping[str, StartEnd], error: float | None) -> float | None:
         """Score gain over that of the tilted reference samples at the same sequence KL; None where unknown.
 
-        The tilt is the best that any policy can do at that KL, so 1 is the limit.
+        The tilt is the best that any policy can do at that KL, so 1 is the limit. A limit within two standard errors
+        (`error`) of the score tells nothing.
         """
         scores = self.training.reference_scores
         kl, shaped = (closing.get(name, (None, None))[1] for name in ("kl_sequence", "scores_shaped"))
         limit = None if kl is None else scores.most_gain(kl)
-        return (shaped - scores.mean) / limit if limit and shaped is not None else None
+        told = limit is not None and limit > 2.0 * (error or 0.0)
+        return (shaped - scores.mean) / limit if told and limit and shaped is not None else None
