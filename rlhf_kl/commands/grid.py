@@ -80,7 +80,7 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
             process.wait()
         if dropped:
             runs = f"{dropped} finished run{'s' * (dropped > 1)}"
-            log.info(f"checkpoints of {runs} removed, which checkpoint.keep in the config prevents")
+            log.info(f"checkpoints of {runs} removed (checkpoint.keep in the config keeps them)")
     return failures
 
 

@@ -64,6 +64,7 @@ def judge(comparison: Comparison) -> list[str]:
         lines += [fallen_text(list(names), variant.name)] * bool(names)
     if len(comparison.seeds) > 1:
         lines += _score_lines(comparison)
+    lines += _alert_line(comparison)
     costs = {
         name: [cost for variant in members if (cost := variant.mean("perplexity_cost")) is not None]
         for name, members in comparison.families.items()
@@ -109,6 +110,16 @@ def _control_line(comparison: Comparison) -> list[str]:
             parts.append(f"{family} ended with a KL of {span} its target{after}")
     target = "targets" if comparison.target is None else f"target of {comparison.target:g} nats"
     return [f"KL {target} per {comparison.unit}: {'; '.join(parts)}."] if parts else []
+
+
+def _alert_line(comparison: Comparison) -> list[str]:
+    """Which alerts each variant's runs had; no line without any."""
+    parts = []
+    for variant in comparison.variants:
+        texts = [text for run in variant.runs.values() for row in run.updates for text in row.get("alerts") or ()]
+        if names := dict.fromkeys(text.partition(":")[0] for text in texts):
+            parts.append(f"{variant.name} ({', '.join(names)})")
+    return [f"Alerts: {'; '.join(parts)}."] if parts else []
 
 
 def _span(values: Sequence[float], form: Callable[[float], str]) -> str:

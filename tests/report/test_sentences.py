@@ -133,6 +133,32 @@ def test_a_true_difference(grid: Grid, shift: float, word: str) -> None:
     assert any(f"Score at equal KL: adaptive is {word} static (" in line for line in lines)
 
 
+def test_alerts_of_the_runs_are_named(write_run: Write, metrics_rows: Rows) -> None:
+    rows = metrics_rows([0.1] * 30, target=0.1)
+    rows[3] |= {"alerts": ["kl-spike: one", "kl-climbing: two"]}
+    rows[9] |= {"alerts": ["kl-spike: again"]}
+    paths = [
+        write_run("calm", metrics_rows([0.1] * 30, target=0.1), config={"ppo": {"learning_rate": 1e-4}}),
+        write_run("wild", rows),
+    ]
+    comparison = read_comparison(paths)
+    assert [line for line in judge(comparison) if line.startswith("Alerts")] == [
+        "Alerts: wild (kl-spike, kl-climbing)."
+    ]
+
+
+def test_a_short_run_of_a_constant_beta_says_how_short(write_run: Write, metrics_rows: Rows) -> None:
+    paths = [
+        write_run(
+            f"b{coef}",
+            metrics_rows([0.1] * 4, target=0.1),
+            config={"kl": {"controller": {"kind": "fixed", "coef": coef}}},
+        )
+        for coef in (0.1, 0.2)
+    ]
+    assert "its target after only 4 updates" in judge(read_comparison(paths))[0]
+
+
 def test_a_table_as_text() -> None:
     assert text_table(("run", "KL"), [["a", "0.10"], ["longer", "1"]]) == "run       KL\na       0.10\nlonger     1"
     assert text_table(("run", "KL"), [["你好", "1"], ["ab", "2"]]) == "run   KL\n你好   1\nab     2"  # two columns wide
