@@ -66,8 +66,11 @@ def chosen_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Te
 def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(pi || ref) over the whole vocabulary for logits (..., V): (...) float32, in nats, never negative.
 
-    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments, once.
+    sum over v of pi(v) (log pi(v) - log ref(v)); differentiable in both arguments, once. Log-probabilities are logits
+    too; probabilities are none. Raises ValueError for two shapes.
     """
+    if logits.shape != ref_logits.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} and ref_logits {tuple(ref_logits.shape)} differ in shape")
     ids = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return logprobs_and_kl(logits, ref_logits, ids, temperature)[1]
 

@@ -17,6 +17,7 @@ from rlhf_kl.ops.kl import (
     rewards_with_kl,
     shape_rewards,
 )
+from rlhf_kl.ops.logprobs import exact_kl
 
 Pair = tuple[Tensor, Tensor]
 
@@ -92,6 +93,8 @@ def test_an_unknown_estimator_and_exact_are_refused() -> None:
     logp, logq = pair(1.0)
     with pytest.raises(ValueError, match="k4"):
         estimate_kl(logp, logq, "k4")
+    with pytest.raises(ValueError, match="differ in shape"):
+        exact_kl(torch.zeros(2), torch.zeros(1))
     with pytest.raises(ValueError, match="exact_kl"):
         estimate_kl(logp, logq, "exact")
     with pytest.raises(ValueError, match="differ"):
