@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -14,7 +15,7 @@ import typer
 
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Set, local, numbers
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, suggestion
 from rlhf_kl.text import text_table
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ Noise = Annotated[float, typer.Option(metavar="X", min=0.0, help="Policy: relati
 NoiseSeed = Annotated[int, typer.Option(metavar="N", help="Policy: seed of its noise.")]
 Episodes = Annotated[int | None, typer.Option(metavar="N", min=1, help="Responses per update (64).")]
 Updates = Annotated[int | None, typer.Option(metavar="N", min=1, help="Updates to simulate (60).")]
-Target = Annotated[float | None, typer.Option(metavar="KL", min=1e-9, help="Target KL in nats.")]
+Target = Annotated[
+    str | None, typer.Option(metavar="KL", help="Target KL in nats, or conservative, moderate or aggressive.")
+]
 Coef = Annotated[float | None, typer.Option(metavar="BETA", help="Starting beta.")]
 Rows = Annotated[bool, typer.Option("--json", help="One JSON list of rows.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", callback=local, help="Draw KL and beta.")]
@@ -67,15 +70,15 @@ def simulate(
         raise InputError("--set changes a config: it needs --config")
     ui.start()
     kls = None if kl is None else numbers("--kl", kl)
-    wanted = Wanted(controller, target, coef, episodes, updates)
+    wanted = Wanted(controller, None if target is None else _nats(target), coef, episodes, updates)
     if config is not None:
         wanted.fill(config, sets or [])
     episodes, updates = wanted.episodes or 64, wanted.updates or (60 if kls is None else len(kls))
     control = wanted.control(episodes, updates)
-    target = wanted.target_of(control)
+    aim = wanted.target_of(control)
     notes: list[str] = []
     if kls is None:
-        policy = Plant(tilt_law(example_scores()), speed, noise, wanted.length or PLANT_NATS / target, seed)
+        policy = Plant(tilt_law(example_scores()), speed, noise, wanted.length or PLANT_NATS / aim, seed)
         notes += worded(control.start_events(updates, episodes))
         rows = simulate_plant(control, policy, updates, episodes)
     else:
@@ -83,13 +86,23 @@ def simulate(
     for note in notes:
         print(note, file=sys.stderr)
     if plot is not None:
-        _draw(rows, target, plot)
+        _draw(rows, aim, plot)
     if as_json:
         # NaN is no JSON: a KL that was not measured is null, as in metrics.jsonl
         print(json.dumps([{k: v if math.isfinite(v) else None for k, v in r._asdict().items()} for r in rows]))
     else:
-        print(f"{wanted.kind}, target {target:g} nats, {episodes} responses per update\n")
-        _show(rows, target)
+        print(f"{wanted.kind}, target {aim:g} nats, {episodes} responses per update\n")
+        _show(rows, aim)
+
+
+def _nats(target: str) -> float:
+    """The target that a command line names: a number above 0, or a word that `kl.target` takes."""
+    from rlhf_kl.config.schema.control import PRESETS
+
+    with contextlib.suppress(ValueError):
+        if 0.0 < (nats := PRESETS.get(target) or float(target)) < math.inf:
+            return nats
+    raise InputError(f"--target: {target!r} is no number above 0{suggestion(target, PRESETS)}")
 
 
 @dataclass

@@ -135,7 +135,10 @@ def _may_be_null(section: type[Section], key: str) -> bool:
 
 
 def _hint(key: str, parents: Sequence[str], model: type[Section]) -> str:
-    """What an unknown key may be meant for."""
+    """What an unknown key may be meant for; of a dotted one that is right, how a file writes it."""
+    if key in all_keys(model) and not parents:
+        *sections, last = key.split(".")
+        return f"in a file it is `{': {'.join([*sections, last])}: ...{'}' * len(sections)}`"
     beside = {name: ".".join([*parents, name]) for name in _section(model, parents).model_fields}
     close = nearest_keys(key, all_keys(model), beside)
     return f"did you mean {' or '.join(close)}?" if close else f"valid: {', '.join(beside)}"

@@ -139,6 +139,24 @@ def test_no_word_is_cut_in_80_columns(
     assert all(len(line) <= 80 or line in code for line in shown.splitlines())
 
 
+def test_a_dotted_key_of_a_file_is_told_how_it_is_written(rlhf_kl: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "base: ppo_adaptive.yaml\nseeds: [0]\nvariants: {low: {kl.target: 0.03}, b: {}}\n"
+    )
+    done = rlhf_kl("compare", "--config", tmp_path / "mine.yaml")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "kl.target: unknown key; in a file it is `kl: {target: ...}`" in done.err
+
+
+def test_simulate_takes_the_words_of_a_target(rlhf_kl: Cli) -> None:
+    assert rlhf_kl("simulate", "--target", "moderate", "--updates", "2").out.startswith("adaptive, target 0.075 nats")
+    for wrong in ("moderat", "0", "-1", "nan", "inf"):
+        done = rlhf_kl("simulate", "--target", wrong)
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        assert f"--target: '{wrong}' is no number above 0" in done.err
+    assert "did you mean moderate?" in rlhf_kl("simulate", "--target", "moderat").err
+
+
 def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cli) -> None:
     text = "See [the page on KL](kl.md#units), [that](https://x.org) ([how](kl.md)).\n![A curve](../a.png)"
     shown = "See the page on KL (page kl), [that](https://x.org) (how: page kl).\n*(Picture: A curve.)*"
