@@ -155,15 +155,20 @@ def checkpoint_step(path: Path) -> int:
 
 
 def newest_run(*, finished: bool = False) -> Path:
-    """The run in runs/ with the newest metrics; `finished`: only runs with a final model.
+    """The run of `train` in runs/ with the newest metrics; `finished`: only runs with a final model.
 
     Errors: InputError if there is none.
     """
-    runs = [RunFolder(config.parent) for config in RUNS.glob("*/config.yaml")]
+    runs = [RunFolder(config.parent) for config in RUNS.glob("*/config.yaml") if _is_of_train(config)]
     written = [run for run in runs if run.metrics.is_file() and (run.final.is_dir() or not finished)]
     if not written:
         raise InputError(f"no {'finished ' * finished}run under {RUNS}/: name the folder of one")
     return max(written, key=lambda run: run.metrics.stat().st_mtime).path
+
+
+def _is_of_train(config: Path) -> bool:
+    """Whether a run's stored config, which has every section, is one of `train`."""
+    return "\nppo:" in config.read_text(encoding="utf-8", errors="replace")
 
 
 # ---- the lock ----

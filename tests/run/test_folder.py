@@ -289,10 +289,14 @@ def test_the_newest_run_is_that_of_the_newest_metrics(tmp_path: Path, monkeypatc
     for name, age in (("finished", 200), ("older", 300), ("running", 100), ("never-started", 0)):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text("")
+        (folder / "config.yaml").write_text("run:\n  seed: 0\nppo:\n  epochs: 1\n")
         if name != "never-started":
             (folder / "metrics.jsonl").write_text("")
             os.utime(folder / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    supervised = tmp_path / "runs" / "sft"
+    supervised.mkdir()
+    (supervised / "config.yaml").write_text("run:\n  seed: 0\nsft:\n  epochs: 1\n")
+    (supervised / "metrics.jsonl").write_text("")  # newer than all, and no run of `train`
     assert newest_run() == Path("runs/running")
     with pytest.raises(InputError, match="no finished run"):
         newest_run(finished=True)
