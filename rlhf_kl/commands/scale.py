@@ -260,15 +260,20 @@ def rise_error(before: Samples, after: Samples) -> float | None:
 
 
 def _median_texts(prompts: Sequence[str], own: Samples) -> list[dict[str, Any]]:
-    """Two responses whose scores are next to the median, to two prompts if there are; without scores the first two."""
+    """Of the first two prompts the response of median score, of a single one two; without scores the first ones.
+
+    They are the same prompts at every target, so that their texts can be compared.
+    """
     from rlhf_kl.training.samples import from_median
 
-    order = from_median(own.scores)
-    first, *others = order or range(len(own.texts))
-    chosen = [first, next((i for i in others if prompts[i] != prompts[first]), others[0])]
+    ordered = []
+    for prompt in list(dict.fromkeys(prompts))[:2]:
+        rows = [i for i in range(len(own.texts)) if prompts[i] == prompt]
+        ordered.append([rows[j] for j in from_median([own.scores[i] for i in rows if own.scores])] or rows)
+    chosen = [rows[0] for rows in ordered] if len(ordered) > 1 else ordered[0][:2]
     watched = own.watched.items()
     return [
         {"prompt": prompts[i], "text": own.texts[i], "kl": own.kl[i], **{name: each[i] for name, each in watched}}
-        | ({"score": own.scores[i]} if order else {})
-        for i in sorted(chosen)  # the same order at every target
+        | ({"score": own.scores[i]} if own.scores and math.isfinite(own.scores[i]) else {})
+        for i in chosen
     ]

@@ -150,9 +150,10 @@ def test_one_prompt_suggests_no_target() -> None:
     assert answers[1].startswith("Suggested target: 0.1 nats ")
 
 
-def test_the_texts_are_next_to_the_median() -> None:
-    prompts = ["a", "a", "b", "b", "a"]
-    own = Samples(kl=[0.1] * 5, texts=list("vwxyz"), scores=[5.0, 1.0, math.nan, 9.0, 2.0])
-    assert [each["text"] for each in _median_texts(prompts, own)] == ["y", "z"]  # of 1, 2, 5, 9: 2 and, of another, 9
-    assert [each["text"] for each in _median_texts(["a"] * 5, own)] == ["w", "z"]
-    assert [each["text"] for each in _median_texts(prompts, Samples(kl=[0.1] * 5, texts=list("vwxyz")))] == ["v", "x"]
+def test_the_texts_are_those_of_median_score_to_the_first_two_prompts() -> None:
+    prompts = ["a", "a", "b", "b", "a", "c"]
+    own = Samples(kl=[0.1] * 6, texts=list("uvwxyz"), scores=[5.0, 1.0, math.nan, 9.0, 2.0, 4.0])
+    assert [(each["prompt"], each["text"]) for each in _median_texts(prompts, own)] == [("a", "y"), ("b", "x")]
+    assert len({each["text"] for each in _median_texts(["a"] * 6, own)}) == 2
+    unscored = Samples(kl=[0.1] * 6, texts=list("uvwxyz"))
+    assert [each["text"] for each in _median_texts(prompts, unscored)] == ["u", "w"]
