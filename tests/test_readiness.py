@@ -22,7 +22,11 @@ TABLE: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "context": [({"longest": 4, "new": 6, "limit": x}, x is not None) for x in (32, None)],
     "reward context": [({"limit": 8, "most": 9}, False)],
     "no accuracy": [({}, False)],
-    "accuracy": [({"accuracy": x, "where": "pairs"}, x >= 0.6) for x in (0.59, 0.6)],
+    "accuracy": [
+        *(({"accuracy": x, "chance": 0.5, "where": "pairs"}, x >= 0.6) for x in (0.59, 0.6)),
+        *(({"accuracy": x, "chance": 0.58, "where": "labelled texts"}, x >= 0.68) for x in (0.63, 0.69)),
+    ],
+    "chat": [({}, False)],
     "start": [({"begins": "begins as", "kept": "", "same": x}, x) for x in (True, False)],
     "scores": [(SHOWN | {"warning": x}, x is None) for x in (None, "clipped: {a}")],
     "few scores": [(SHOWN | {"critic": x}, not x) for x in (True, False)],

@@ -140,6 +140,8 @@ def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     """Whether prompt and response fit into what policy and reward model read."""
     new, limit = config.rollout.max_new_tokens, context_length(setup.policy.model)
     yield judge("context", longest=setup.prompts.longest, new=new, limit=limit)
+    if config.data.chat_template == "auto" and setup.tokenizer.chat_template and not setup.prompts.table.rendered:
+        yield judge("chat")
     reward = setup.scorers.model
     if reward is not None and reward.limit is not None:
         prompts = setup.prompts.table.asked
@@ -153,7 +155,7 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
     reward = setup.scorers.model
     if reward is None:
         return
-    accuracy, where = None, "the held-out data of its training"
+    accuracy, chance, where = None, 0.5, "the held-out data of its training"
     if pairs is not None:
         section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
         held = sets.load("--pairs", pairs, section.split, sets.pair_reader(section))[:PAIRS]
@@ -165,9 +167,11 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
         folder = Path(config.reward.model or "")
         for summary in (folder / "summary.json", folder.parent / "summary.json"):  # of the built-in world; of a run
             if summary.is_file():
-                accuracy = json.loads(summary.read_text(encoding="utf-8")).get("final", {}).get("eval/accuracy")
+                final = json.loads(summary.read_text(encoding="utf-8")).get("final", {})
+                accuracy, chance = final.get("eval/accuracy"), final.get("eval/majority", chance)  # of pairs, of labels
                 break
-    yield judge("no accuracy") if accuracy is None else judge("accuracy", accuracy=accuracy, where=where)
+    known = {"accuracy": accuracy, "chance": chance, "where": where}
+    yield judge("no accuracy") if accuracy is None else judge("accuracy", **known)
 
 
 # ---- the update

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_kl.text import text_table
 
-LOW_ACCURACY = 0.6
+CLEARLY = 0.1  # above guessing
 FEW_END = 0.1  # of the responses: fewer, and the penalty for the others is most of the score
 FEW_VALUES = 5  # different scores
 DECIDES = 0.9  # of the variance of a sum: a term with more decides it alone
@@ -53,13 +53,14 @@ CHECKS = {
     "context": Check("context", "longest prompt {longest} tokens and {new} new ones", lambda f: f["limit"] is not None,
         " fit into {limit}", "; the model's config names no limit",
         "make sure that the model was trained on texts of this length"),
+    "chat": Check("prompts", "the policy has a chat template, and plain prompts do not use it",
+        change="data.chat_template=true, if it was trained on chats; else false"),
     "reward context": Check("context", "the reward model reads {limit} tokens, but texts have up to {most}: it loses "
         "the beginning of the longest", change="a lower rollout.max_new_tokens, or shorter prompts"),
     "no accuracy": Check("reward", "the accuracy of the reward model is unknown",
         change="measure it: doctor --pairs FILE"),
-    "accuracy": Check("reward", "the reward model is right on {accuracy:.0%} of {where}",
-        lambda f: f["accuracy"] >= LOW_ACCURACY,
-        doubt=", and guessing on 50%", change="train it on more pairs, or use another reward.model"),
+    "accuracy": Check("reward", "the reward model is right on {accuracy:.0%} of {where}, and guessing on {chance:.0%}",
+        lambda f: f["accuracy"] >= f["chance"] + CLEARLY, change="train it on more pairs, or use another reward.model"),
     "start": Check("start", "the policy {begins} its reference, padding changes nothing, no tensor is shared",
         lambda f: f["same"], change="reference.model=null, if the policy shall stay near its start: a policy far away "
         "loses what it has learned"),
