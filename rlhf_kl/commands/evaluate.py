@@ -52,7 +52,7 @@ def evaluate(
     from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
     from rlhf_kl.config.schema.sections import refuse
     from rlhf_kl.monitors.kl_shares import kl_shares
-    from rlhf_kl.report.texts import TITLE, answers, grouped
+    from rlhf_kl.report.texts import grouped, titled_answers
     from rlhf_kl.report.token_tables import tables_text
 
     # Errors of the options come before torch is imported.
@@ -94,7 +94,7 @@ def evaluate(
     from rich.console import Console
 
     print(_table(figures))
-    Console(highlight=False).print(answers(figures.get("texts", []), TITLE))
+    Console(highlight=False).print(titled_answers(figures.get("texts", [])))
     if tokens:
         print(f"\n{tables_text(figures['kl_by_token'], stdout_width() or 80)}")
 

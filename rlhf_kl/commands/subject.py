@@ -21,7 +21,7 @@ from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.training import sets
 from rlhf_kl.training.device import on_this_machine, run_device
 from rlhf_kl.training.load import Loader
-from rlhf_kl.training.setup import build_prompts, sampling_of
+from rlhf_kl.training.setup import build_prompts, sampling_of, trained_on
 from rlhf_kl.training.world_files import with_files
 from rlhf_kl.types import REWARD, Prompts, Sampling
 from rlhf_kl.ui import log
@@ -103,7 +103,8 @@ class Subject:
         config, prompts, sampling = self.config, Prompts([], [], [], []), Sampling(0, 1.0, [], 0)  # of no prompts
         if self.rows:
             sampling = sampling_of(config, self.policy.model, self.tokenizer)
-            _, kept = build_prompts(config, self.rows, self.policy.model, self.tokenizer)
+            train, kept = build_prompts(config, self.rows, self.policy.model, self.tokenizer)
+            options["trained_on"] = trained_on(train, kept)
             several = samples or max(len(kept), config.rollout.batch_size)
             self.scorers.begin(config.updates + 1, config.updates)
             prompts = PromptStream(kept, several, config.run.seed).batch(1)

@@ -50,7 +50,7 @@ def train(
     settings = read_config("train", config, set_, output_dir, seed, updates)
     ui.start(quiet)
     with ui.progress("loading torch"):
-        from rlhf_kl.report.texts import TITLE, answers, held_out_texts
+        from rlhf_kl.report.texts import held_out_texts, titled_answers
         from rlhf_kl.run.log import encode_json
         from rlhf_kl.training.loop import run_train
 
@@ -58,7 +58,7 @@ def train(
     if summary and as_json:
         print(encode_json(summary, indent=2).decode())
     elif summary:
-        texts = answers(held_out_texts(Path(settings.run.output_dir)), TITLE)
+        texts = titled_answers(held_out_texts(Path(settings.run.output_dir)))
         ui.print_summary(*train_closing(summary, settings), texts)
 
 

@@ -97,14 +97,18 @@ class HeldOut:
         several: bool = False,
         ranks: Ranks | None = None,
         engine: rollout.Engine | None = None,
+        trained_on: bool = False,
     ) -> None:
         """`several`: to the first prompts, as `asked`; the figures are of the first response to each prompt.
+
+        `trained_on`: the prompts are those of the training, too few to hold some out.
 
         `batch`: responses of all ranks that are drawn together, or more where they are short. `engine`: draws them, in
         place of the models.
         """
         self.policy, self.reference, self.tokenizer, self.sampling = policy, reference, tokenizer, sampling
         self.texts, self.scorers, self.engine, self.ranks = texts, scorers, engine, ranks or Ranks()
+        self.trained_on = trained_on
         self.prompts, firsts = asked(prompts) if several else (prompts, list(range(len(prompts))))
         self.firsts = firsts  # where the figures' responses are: their noise depends on no others
         size = rollout.rows_at_once(batch // self.ranks.count, prompts, sampling) if len(prompts) else batch

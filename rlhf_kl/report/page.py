@@ -68,6 +68,7 @@ def report_page(run: RunResult, refresh: int | None = None) -> str:
         tables=token_tables,
         hottest=f"{HOTTEST:g}",
         texts=[(each["prompt"], _texts(run, each)) for each in run.texts],
+        trained_on=any(each["trained_on"] for each in run.texts),
         command=_command(run),
         versions=" · ".join(f"{name} {value}" for name, value in (run.summary.get("versions") or {}).items()),
         config=dump_config(run.config),

@@ -13,23 +13,24 @@ from rich.text import Text
 
 from rlhf_kl.config.schema.eval import scorer_names
 from rlhf_kl.run.folder import RunFolder
-from rlhf_kl.run.log import HELD_OUT, read_jsonl
+from rlhf_kl.run.log import EVALUATED, NOT_HELD_OUT, read_jsonl
 from rlhf_kl.text import format_number, read_number, safe_text, scorer_label
 
-TITLE = "\nHeld-out prompts, answered by both (KL in nats per response):"
+TITLE = "\n{prompts}, answered by both (KL in nats per response):"
+KINDS = {False: "Held-out prompts", True: "Prompts of the training (too few to hold some out)"}
 COLUMN = 39  # columns of a text: two fit beside each other
 SHADES = ((0.05, ""), (0.5, "yellow"), (2.0, "dark_orange3"), (math.inf, "red"))  # nats of a token
 LONGEST = 800  # characters of a text that are shown
 
 
 def held_out_texts(folder: Path) -> list[dict[str, Any]]:
-    """For each prompt `{prompt, reference: {text, score}, policy: [{step, text, score, kl, tokens}, ...]}`.
+    """For each prompt `{prompt, trained_on, reference: {text, score}, policy: [{step, text, score, kl, tokens}, ...]}`.
 
     Beside `score` stand those of the scorers that never train, by name. `step`: of the update that follows, so 1 is the
     policy at the start. A text of several that were drawn has `score_mean` and their number `of`. Scores and KL (nats)
     may be None. Empty if nothing has been evaluated.
     """
-    return grouped(row for row in read_jsonl(RunFolder(folder).samples) if row.get("chosen") == HELD_OUT)
+    return grouped(row for row in read_jsonl(RunFolder(folder).samples) if row.get("chosen") in EVALUATED)
 
 
 def grouped(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -38,7 +39,8 @@ def grouped(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         prompt = row["prompt"]
         if "reference" in row:
-            texts.setdefault(prompt, {"prompt": prompt, "reference": _text(row["reference"]), "policy": []})
+            about = {"prompt": prompt, "trained_on": row.get("chosen") == NOT_HELD_OUT}
+            texts.setdefault(prompt, about | {"reference": _text(row["reference"]), "policy": []})
         texts[prompt]["policy"].append(_text(row))
     return list(texts.values())
 
@@ -51,6 +53,11 @@ def across(folders: Mapping[str, Path]) -> dict[str, Any] | None:
             policies = {name: texts[prompt]["policy"][-1] for name, texts in runs.items()}
             return {"prompt": prompt, "reference": each["reference"], "policies": policies}
     return None
+
+
+def titled_answers(texts: Sequence[Mapping[str, Any]]) -> Group:
+    """`answers` below a title that says whether the prompts are held out."""
+    return answers(texts, TITLE.format(prompts=KINDS[any(each.get("trained_on") for each in texts)]))
 
 
 def answers(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:

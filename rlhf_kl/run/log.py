@@ -22,7 +22,8 @@ from rlhf_kl.run.folder import EVENTS, RunFolder, write_atomic
 from rlhf_kl.text import read_number
 from rlhf_kl.ui import log
 
-HELD_OUT = "held out"  # `chosen` in samples.jsonl: all other rows are responses that were trained on
+# `chosen` of an evaluation's rows in samples.jsonl; all other rows are responses that were trained on.
+HELD_OUT, NOT_HELD_OUT = EVALUATED = ("held out", "training prompt")  # the second: too few prompts to hold some out
 
 # ---- JSON ----
 

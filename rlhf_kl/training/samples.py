@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_kl.models.tokens import decode_behind, special_ids, text_of_each
 from rlhf_kl.monitors.kl_shares import EOS, SPECIAL, TOKEN, Part, kl_parts
 from rlhf_kl.ppo.heldout import SHOWN, HeldOut, Samples
-from rlhf_kl.run.log import HELD_OUT
+from rlhf_kl.run.log import HELD_OUT, NOT_HELD_OUT
 from rlhf_kl.types import REWARD, RolloutBatch
 
 IN_ORDER = 4  # the first responses of the batch: not selected, so they are typical
@@ -71,8 +71,9 @@ def heldout_rows(
 
     # One prompt that stands for several is shown once.
     texts = dict.fromkeys(prompts.texts[first] for first in firsts[:SHOWN])
+    chosen = NOT_HELD_OUT if held.trained_on else HELD_OUT
     return [
-        {"prompt": prompt, "chosen": HELD_OUT, **_columns(prompts.rows[firsts[i]], columns, {})}
+        {"prompt": prompt, "chosen": chosen, **_columns(prompts.rows[firsts[i]], columns, {})}
         | response(own, i, with_tokens=True)
         | ({"reference": response(other, i)} if other is not None else {})
         for i, prompt in enumerate(texts)

@@ -114,7 +114,8 @@ def prompts(
     train, kept = load("data.prompts", data.prompts, data.split, read, given=given), None
     if held.prompts is not None:
         kept = load("eval.prompts", held.prompts, held.split, read)
-    elif len({row.text for row in train}) < HELDOUT_SHARE:
+    elif (count := len({row.text for row in train})) < HELDOUT_SHARE:
+        log.info(f"data.prompts: {count} are too few to hold some out: evaluations use them too (or eval.prompts)")
         return train, train
     train, kept = divided("data.prompts", train, kept, lambda row: row.text)
     first: dict[str, PromptRow] = {}

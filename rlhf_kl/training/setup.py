@@ -199,6 +199,11 @@ def build_prompts(
     return train, kept
 
 
+def trained_on(train: Prompts, kept: Prompts) -> bool:
+    """Whether the evaluation's prompts are those of the training, which were too few to hold some out."""
+    return bool(kept.texts) and set(kept.texts) <= set(train.texts)
+
+
 def usable_prompts(
     key: str, rows: Sequence[PromptRow], policy: Any, tokenizer: Any, room: int | None, form: PromptsSection
 ) -> Prompts:

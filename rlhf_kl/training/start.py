@@ -40,7 +40,7 @@ from rlhf_kl.seeding import library_state_kept, uniforms
 from rlhf_kl.sharding import OLDEST_TORCH, can_shard
 from rlhf_kl.shell import shell_command
 from rlhf_kl.training.device import LAUNCH
-from rlhf_kl.training.setup import Setup
+from rlhf_kl.training.setup import Setup, trained_on
 from rlhf_kl.training.trainer import build_trainer
 from rlhf_kl.types import REWARD, Responses, Sampled
 from rlhf_kl.ui import log
@@ -124,6 +124,7 @@ def held_out(config: TrainConfig, setup: Setup, ranks: Ranks, *, more: bool = Fa
         several=not more,
         ranks=ranks,
         engine=setup.engine,
+        trained_on=trained_on(setup.prompts.table, stream.table),
     )
 
 

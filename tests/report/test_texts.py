@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhf_kl.report.texts import across, answers, held_out_texts
+from rlhf_kl.report.texts import across, answers, held_out_texts, titled_answers
 from tests.runs import Write
 
 
@@ -33,6 +33,22 @@ def test_before_on_the_way_and_after(folder: Write) -> None:
     assert found == [(1, "a", 0), (11, "b", 1.5), (21, "c", 3)]
     assert [text["text"] for text in other["policy"]] == ["d", "e"]
     assert held_out_texts(folder("new")) == []
+
+
+def shown(texts: list[dict[str, Any]]) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(titled_answers(texts))
+    return console.export_text()
+
+
+def test_prompts_that_are_not_held_out_are_not_called_so(folder: Write) -> None:
+    own = [row | {"chosen": "training prompt"} for row in rows("p", "a", "b")]
+    (found,) = held_out_texts(folder("few", own))
+    assert found["trained_on"]
+    assert "too few to hold some out" in shown([found])
+    (other,) = held_out_texts(folder("many", rows("p", "a", "b")))
+    assert not other["trained_on"]
+    assert "Held-out prompts, answered" in shown([other])
 
 
 def test_a_prompt_that_all_runs_have(folder: Write) -> None:
