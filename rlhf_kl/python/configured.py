@@ -65,7 +65,9 @@ def python_config(
     raw = merged(raw, located(_nested(changes or {}), Path.cwd()))
     names = {"run.output_dir": short.get("output_dir"), "run.seed": short.get("seed")}
     raw = merged(raw, located(_nested({key: value for key, value in names.items() if value is not None}), Path.cwd()))
-    raw = merged(raw, _nested({key: given_name(value, key.rpartition(".")[2]) for key, value in given.items()}))
+    nameless = {"reward.kind": "reward"}  # what a value without a name is called
+    named = {key: given_name(value, nameless.get(key, key.rpartition(".")[2])) for key, value in given.items()}
+    raw = merged(raw, _nested(named))
     if not needs_data:
         raw = merged(raw, _nested(_left_open(raw)))
     settings: TrainConfig = complete_config("train", raw, path, [])

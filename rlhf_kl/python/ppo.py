@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
@@ -269,13 +270,14 @@ def _no_scores(prompts: Sequence[str], responses: Sequence[str]) -> list[None]: 
 
 def _checked(scores: Scores, count: int) -> Tensor:
     """Scores (B,) float64; NaN where there is none. Errors: InputError for another number of them, or no numbers."""
-    values = scores.tolist() if hasattr(scores, "tolist") else list(scores)
+    values = scores.squeeze(-1) if getattr(scores, "ndim", 1) == 2 and scores.shape[-1] == 1 else scores
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
     if len(values) != count:
         raise InputError(f"scores: {len(values)} for {count} responses")
     try:
         raw = torch.tensor([float("nan") if value is None else float(value) for value in values], dtype=torch.float64)
     except (TypeError, ValueError) as error:
         raise InputError(f"scores: not one number a response: {error}") from error
-    if bool(raw.isinf().any()):
-        raise InputError("scores: one is not finite")
+    if wrong := [i for i, value in enumerate(values) if value is not None and not math.isfinite(raw[i])]:
+        raise InputError(f"scores: {raw[wrong[0]]:g} for response {wrong[0]}: give a number, or None for no score")
     return raw

@@ -23,9 +23,10 @@ class TrainedRun:
     """A run in its folder; everything is read when it is asked for."""
 
     def __init__(self, folder: str | PathLike[str], given: Given = NOTHING) -> None:
-        """`given`: what its config names and came as objects, see `resolve`."""
+        """`given`: what its config names and came as objects, see `resolve`. Errors: InputError without a run there."""
         self.folder, self._given = Path(folder), given
         self._files = RunFolder(self.folder)
+        self._files.require_run()
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

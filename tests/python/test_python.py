@@ -240,15 +240,37 @@ def test_a_call_that_cannot_be_right_is_refused_and_changes_nothing(free: rlhf_k
     first = free.rollout(PROMPTS[:4])
     rollout = free.rollout(PROMPTS[:4])
     assert rollout.responses == first.responses  # of the same update
-    for scores in ([1.0] * 7, ["good"] * 8, [float("inf")] * 8, None):
+    one_nan = [float("nan"), *range(7)]  # None is no score; NaN is a fault of the scorer
+    for scores in ([1.0] * 7, ["good"] * 8, [float("inf")] * 8, one_nan, None):
         with pytest.raises(rlhf_kl.RlhfKlError, match="scores"):
             free.step(rollout, scores)
     with pytest.raises(rlhf_kl.RlhfKlError, match="rollout"):
         free.step(first, [1.0] * 8)
     assert free.updates == 0
-    free.step(rollout, range(8))
+    free.step(rollout, torch.arange(8.0).unsqueeze(-1))  # (B, 1), as a classifier gives them
     with pytest.raises(rlhf_kl.RlhfKlError, match="rollout"):
         free.step(rollout, range(8))
+
+
+def test_a_folder_without_a_run_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(rlhf_kl.RlhfKlError, match="nothing"):
+        rlhf_kl.TrainedRun(tmp_path / "nothing")
+
+
+def test_a_few_prompts_are_not_called_held_out(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "prompts": PROMPTS[:8],
+        "texts": ["the room was clean ."],
+        "reward": lambda p, r: [0.0] * 8,
+    }
+    with pytest.raises(rlhf_kl.RlhfKlError, match="python:reward"):
+        rlhf_kl.train("ppo_adaptive.yaml", SMALL, **given, output_dir=tmp_path / "one", updates=1, quiet=True)
+    given["reward"] = count_a
+    run = rlhf_kl.train("ppo_adaptive.yaml", SMALL, **given, output_dir=tmp_path / "one", updates=1, quiet=True)
+    chosen = {row["chosen"] for row in map(json.loads, (run.folder / "samples.jsonl").read_text().splitlines())}
+    assert "training prompt" in chosen
+    assert "held out" not in chosen
+    assert "Prompts of the training: they are too few to hold some out." in unescape(run._repr_html_())
 
 
 # ---- the documents
