@@ -94,6 +94,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], P
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         texts = [row["text"] for row in read_rows(Path(world_file(WORLD, "heldout")))[:4]]
         (tmp_path / "heldout.txt").write_text("\n\n".join(texts))
+        labelled = [{"text": text, "label": i % 2} for i, text in enumerate(texts)]
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
         for name, text in files(document).items():
             (tmp_path / name).write_text(text)
         monkeypatch.chdir(tmp_path)
