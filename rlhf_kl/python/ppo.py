@@ -270,8 +270,9 @@ def _no_scores(prompts: Sequence[str], responses: Sequence[str]) -> list[None]: 
 
 def _checked(scores: Scores, count: int) -> Tensor:
     """Scores (B,) float64; NaN where there is none. Errors: InputError for another number of them, or no numbers."""
-    values = scores.squeeze(-1) if getattr(scores, "ndim", 1) == 2 and scores.shape[-1] == 1 else scores
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    given: Any = scores
+    column = getattr(given, "ndim", 1) == 2 and given.shape[-1] == 1
+    values = list((given.squeeze(-1) if column else given).tolist() if hasattr(given, "tolist") else given)
     if len(values) != count:
         raise InputError(f"scores: {len(values)} for {count} responses")
     try:
