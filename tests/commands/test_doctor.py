@@ -224,7 +224,7 @@ def test_the_doctor_of_several_processes(doctor: Doctor) -> None:
         (
             ["once", "twice", "thrice", "never"],
             "fine",
-            "'b' -> 'twice', score 0.25; 'c' -> 'thrice', score 0.5",
+            "'b' -> 'twice': 0.25\n'c' -> 'thrice': 0.5",
         ),
         (["", " ", "", "once"], "doubtful", "75% of 4 "),
         (["<end>", "once", "<end>", "<end>"], "doubtful", "75% of 4 "),

@@ -111,7 +111,9 @@ def test_the_share_of_the_most_is_that_of_the_gain_over_the_reference() -> None:
     training = SimpleNamespace(reference_scores=ReferenceScores(scores, [i % 64 for i in range(2048)], 10.0))
     loop: Any = SimpleNamespace(training=training)
     closing = {"kl_sequence": (0.0, 0.5), "scores_shaped": (5.0, 5.6)}
-    assert TrainLoop.tilt_share(loop, closing) == pytest.approx(0.6, rel=0.05)
+    assert TrainLoop.tilt_share(loop, closing, 0.1) == pytest.approx(0.6, rel=0.05)
+    assert TrainLoop.tilt_share(loop, closing, 0.6) is None  # the most that this KL allows is within the noise
+    assert TrainLoop.tilt_share(loop, closing | {"kl_sequence": (0.0, 1e-8)}, 0.01) is None
 
 
 def test_a_collapsed_run_is_not_praised() -> None:
