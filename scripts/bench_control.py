@@ -150,7 +150,7 @@ def chart(row: str, found: Mapping[float | str, Sequence[RunResult]]) -> Chart:
         for run in runs
     ]
     every = [run for run, _, _ in curves]
-    return ratio_chart(row, row, curves, f"tail error {format_number(over(every, 'tail_error'), 2)}")
+    return ratio_chart(row, f"{row}: tail error {format_number(over(every, 'tail_error'), 2)}", curves)
 
 
 def show(rows: Mapping[str, list[PlannedRun]], out: Path) -> bool:

@@ -147,7 +147,7 @@ def _total_reward(gains: Sequence[tuple[float, float]], betas: Sequence[float]) 
 
 
 def held_charts(comparison: Comparison) -> list[Chart]:
-    """One small chart for each variant, by family: KL over target of every seed, and its verdict."""
+    """One small chart for each variant, by family: KL over target of every seed, titled by its name and verdict."""
     charts: list[Chart] = []
     for variant in (variant for family in comparison.families.values() for variant in family):
         # Without a penalty the line is over the target that the config names.
@@ -155,14 +155,14 @@ def held_charts(comparison: Comparison) -> list[Chart]:
         if variant.verdicts:
             found += f", {format_percent(variant.mean('tail_error'))} off"
         runs = [(run, "kl", "") for run in variant.runs.values()]
-        charts.append(ratio_chart(f"held-{len(charts)}", found[0].upper() + found[1:], runs, variant.name))
+        charts.append(ratio_chart(f"held-{len(charts)}", f"{variant.name}: {found}", runs))
     return charts
 
 
-def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]], figures: str) -> Chart:
-    """KL over target of runs, each with a colour and a label, under the figures that judge them."""
+def ratio_chart(slug: str, title: str, runs: Sequence[tuple[RunResult, str, str]]) -> Chart:
+    """KL over target of runs, each with a colour and a label; above them the highest where the axis ends below it."""
     highest = max((ratio for run, _, _ in runs for ratio in run.ratios), default=0.0)
-    figures += f", up to {format_number(highest, 2)}x" if highest > TOP else ""
+    figures = f"up to {format_number(highest, 2)}x" if highest > TOP else ""
     lines = [
         Line(label, tint, [row["step"] for row in run.updates], [min(ratio, 1.5 * TOP) for ratio in run.ratios])
         for run, tint, label in runs
