@@ -126,10 +126,10 @@ def format_number(value: float | None, digits: int = 3) -> str:
 
 
 def with_error(value: float | None, error: float | None) -> str:
-    """`2.14 ± 0.03`, to two digits of the error; empty for None."""
-    if value is None or error is None:
+    """`2.14 ± 0.03`, to two digits of the error; empty for None, and without an error where there is none or 0."""
+    if value is None or not error:
         return "" if value is None else format_number(value, 4)
-    digits = min(4, max(0, 1 - math.floor(math.log10(error)))) if error else 4
+    digits = min(4, max(0, 1 - math.floor(math.log10(error))))
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.text import format_number, format_percent, hanging, read_number, safe_text, stdout_width
+from rlhf_kl.text import format_number, format_percent, hanging, read_number, safe_text, stdout_width, with_error
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,14 @@ def test_only_finite_numbers_are_read(value: Any, number: float | None) -> None:
 def test_numbers(value: float | None, text: str) -> None:
     assert format_number(value) == text
     assert [format_number(1.23456, digits) for digits in (2, 3, 4)] == ["1.2", "1.23", "1.235"]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [(2.138, 0.031, "2.138 ± 0.031"), (48.0, 0.0, "48.00"), (0.0, 0.0, "0"), (1.5, None, "1.500"), (None, 0.1, "")],
+)
+def test_a_figure_with_its_error(value: float | None, error: float | None, text: str) -> None:
+    assert with_error(value, error) == text
 
 
 def test_shares() -> None:
