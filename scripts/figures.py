@@ -30,7 +30,7 @@ import torch
 
 from rlhf_kl.commands.grid import planned_comparison
 from rlhf_kl.config.variants import load_compare
-from rlhf_kl.report.charts import KL_OVER_TARGET, held_charts
+from rlhf_kl.report.charts import held_charts
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.run.log import write_json
 
@@ -44,11 +44,13 @@ SHOWS = (  # what a result has been measured with, and not these, which only sho
 )
 PROGRAM = ("rlhf_kl", "configs", ":!*.md", ":!configs/schema", *(f":!rlhf_kl/{name}" for name in SHOWS))
 PICTURES = {  # of README and guide, by the file that a measurement draws
-    "adaptive_or_fixed": {"compare": "compare", "frontier": "frontier"},
+    "adaptive_or_fixed": {"frontier": "frontier"},
     "curves": {"compare": "curves"},
     "sweep_target": {"targets": "targets"},
 }
-DARK = {"adaptive_or_fixed": "compare"}  # of README, which browsers show dark
+HELD = {  # the picture of README, light and dark, and what it shows
+    "adaptive_or_fixed": ("compare", "The controller holds a target of 0.1 from every start, a fixed beta misses it")
+}
 DRAWN_FROM = {"what_beta_does": "scripts/tutorial_pictures.py"}  # draws the numbers of a result
 NEED_A_GPU = ("gpu", "smollm2_gpu")
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak", "distinct_2", "forward_kl_token", "length")
@@ -289,10 +291,11 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
         images = ROOT / ".github" / "images"
         for drawn, shown in PICTURES.get(name, {}).items():
             shutil.copy(folder / name / f"{drawn}.png", images / f"{shown}.png")
-        if name in DARK:
+        if name in HELD:
             plan = load_compare(words[words.index("--config") + 1], (), folder / name)
-            charts, heading = held_charts(planned_comparison(plan)), f"{plan.name}: {KL_OVER_TARGET}"
-            save_sheet(charts, images / f"{DARK[name]}-dark.png", heading=heading, dark=True)
+            charts, (shown, heading) = held_charts(planned_comparison(plan)), HELD[name]
+            for dark in (False, True):
+                save_sheet(charts, images / f"{shown}{'-dark' * dark}.png", heading=heading, dark=dark)
         if name in DRAWN_FROM:
             subprocess.run([sys.executable, DRAWN_FROM[name]], cwd=ROOT, check=True)
     return not done.returncode
