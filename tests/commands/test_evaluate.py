@@ -105,10 +105,11 @@ def test_the_texts_of_a_run_are_those_of_its_training_and_its_start_is_the_refer
     assert start["length_stderr"] == pytest.approx(read["reference"]["length_stderr"])
 
 
-def test_a_single_held_out_prompt_tells_no_error(tiny_run: Path) -> None:
+def test_a_single_held_out_prompt_tells_no_error(train: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """The errors of an evaluation in the run are those of `eval`; those of texts are over the documents."""
-    found = evaluate(run=tiny_run, samples=40)
-    last = json.loads((tiny_run / "summary.json").read_text())["final"]
+    (tmp_path / "one.jsonl").write_text('{"prompt": "ab"}\n')
+    last = train(tmp_path / "run", f"eval.prompts={tmp_path}/one.jsonl")["final"]
+    found = evaluate(run=tmp_path / "run", samples=40)
     assert (found["prompts"], found["responses"]) == (1, 40)
     assert {name for name, error in found.items() if name.endswith("_stderr") and error is not None} == {
         "perplexity_stderr",
