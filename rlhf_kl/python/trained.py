@@ -113,9 +113,9 @@ def train(
     """Train a policy as `rlhf-kl train` does, in this process.
 
     config: the name or path of a YAML, or its mapping. changes: values by dotted key, as `--set`.
-    prompts: to train on, one in twenty of them, at least four, held out: texts, conversations, or rows (mappings,
-    whose columns the reward may read). texts: held out, for the perplexity. reward: f(prompts, responses, and columns
-    that it names) -> one score a response. What is left out is as the config says.
+    prompts: to train on, one in twenty of them held out: texts, conversations, or rows (mappings, whose columns the
+    reward may read). texts: held out, for the perplexity. reward: f(prompts, responses, and columns that it names) ->
+    one score a response. What is left out is as the config says.
     resume: go on from the newest checkpoint in output_dir, or start. overwrite: replace the run that is there.
 
     Errors: RlhfKlError; KeyboardInterrupt after Ctrl-C, which leaves a checkpoint: `resume=True` goes on.

@@ -32,7 +32,7 @@ from rlhf_kl.ui import log
 T = TypeVar("T")
 Reader = Callable[[list[dict[str, Any]], str], Read[T]]
 HELDOUT_SHARE = 20  # one of this many distinct rows is held out,
-LEAST_HELDOUT = 4  # but at least so many: two tell nothing of their error
+SEVERAL_HELDOUT = 4  # and of several at least so many: two or three tell nothing of their error
 CHARACTERS = 8_000  # of the texts that a run's evaluations read by default: about 2,000 tokens
 FEWEST_TEXTS = 4  # however long
 
@@ -106,7 +106,7 @@ def given_rows(values: Iterable[Any] | None, column: str) -> list[dict[str, Any]
 def prompts(
     data: PromptsSection, held: EvalSection, given: Sequence[Any] | None = None
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Prompts; if no held-out ones are named, one in twenty, at least four, are held out; of fewer than twenty all are.
+    """Prompts; if no held-out ones are named, one in twenty is held out, and of fewer than twenty all are.
 
     `given`: the rows to train on, where they came from Python.
     """
@@ -161,8 +161,9 @@ def _both(
 def divided(
     key: str, train: Sequence[T], kept: Sequence[T] | None, identity: Callable[[T], Hashable]
 ) -> tuple[list[T], list[T]]:
-    """Training rows and held-out rows: `kept`, or one in twenty, at least four, of the identities, with all their rows.
+    """Training rows and held-out rows: `kept`, or one in twenty of the distinct identities, with all of its rows.
 
+    In place of two or three, four are held out.
     Rows with the same identity (the same text, the same prompt of several pairs) stay together, so nothing leaks.
     Errors: InputError for fewer than twenty distinct ones, and where no row is left to train on.
     """
@@ -170,7 +171,8 @@ def divided(
         keys = list(dict.fromkeys(map(identity, train)))
         if len(keys) < HELDOUT_SHARE:
             raise InputError(f"{key}: {len(keys)} different rows are too few to split: name a held-out data set")
-        apart = set(drawn(keys, max(len(keys) // HELDOUT_SHARE, LEAST_HELDOUT)))
+        count = len(keys) // HELDOUT_SHARE
+        apart = set(drawn(keys, count if count == 1 else max(count, SEVERAL_HELDOUT)))
         return [row for row in train if identity(row) not in apart], [row for row in train if identity(row) in apart]
     apart = {identity(row) for row in kept}
     rest = [row for row in train if identity(row) not in apart]
