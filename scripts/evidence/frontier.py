@@ -67,8 +67,10 @@ class Reference(NamedTuple):
         return math.nan if solution.extrapolated or kl > solution.limit else solution.tilt.gain
 
     def best_with_error(self, kl: float) -> tuple[float, float]:
-        """The same with its standard error: a jackknife's."""
+        """The same with its standard error, a jackknife's; NaN where the samples or some without a block do not tell."""
         left = [self.without(block).best(kl) for block in range(BLOCKS)]
+        if not all(map(math.isfinite, left)):
+            return math.nan, math.nan
         return self.best(kl), math.sqrt(BLOCKS - 1) * pstdev(left)
 
 
@@ -103,6 +105,11 @@ def chart(slug: str, title: str, reference: Reference, ends: dict[str, list[dict
         points = marks(name, tint, [math.sqrt(one["kl"]) for one in found], gains, marker)
         lines.append(points._replace(low=band[0], high=band[1]))
     return Chart(slug, title, "score gained", lines, xlabel="square root of the KL (nats per response)")
+
+
+def told(values: list[float]) -> dict[str, float | None]:
+    """Mean and standard error over the seeds; None for both where a value is not known."""
+    return with_error(values) if all(map(math.isfinite, values)) else {"mean": None, "error": None}
 
 
 def beginnings(run: RunResult, folder: Path) -> Path:
@@ -141,20 +148,24 @@ def main() -> None:
         texts, groups = [row["reference"] for row in rows], [row["prompt"] for row in rows]
         reference = Reference(reward.score(groups, texts), groups)
         ends: dict[str, list[dict[str, float]]] = {}
+        title = reward.title
         for variant, runs in reward.runs.items():
             found = {seed: (reached(run, EARLY, reference), reached(run, slice(-10, None), reference))
                      for seed, run in runs.items()}  # fmt: skip
             result["seeds"] = sorted({*result["seeds"], *found})
             result[variant] = {
-                part: {
-                    key: with_error([one[i][key] for one in found.values()]) for key in ("kl", "gain", "best", "share")
-                }
+                part: {key: told([one[i][key] for one in found.values()]) for key in ("kl", "gain", "best", "share")}
                 for i, part in enumerate(("early", "end"))
             }
             kl = result[variant]["end"]["kl"]["mean"]
-            result[variant]["end"]["best"]["error"] = reference.best_with_error(kl)[1]
-            ends[variant.partition("-")[2]] = [end for _, end in found.values()]
-        charts.append(chart(name, reward.title, reference, ends))
+            error = reference.best_with_error(kl)[1]
+            result[variant]["end"]["best"]["error"] = error if math.isfinite(error) else None
+            short = variant.partition("-")[2]
+            if short != "none":  # far to the right of what samples tell
+                ends[short] = [end for _, end in found.values()]
+            if (share := result[variant]["end"]["share"]["mean"]) is not None and short[0].isdigit():
+                title = f"{reward.title}: {share:.0%} of the best at {short}"
+        charts.append(chart(name, title, reference, ends))
     write_json(folder / "frontier.json", result)
     for dark in (False, True):
         save_sheet(charts, folder / f"frontier{'-dark' * dark}.png", dark=dark, columns=2 if len(charts) > 1 else 1)
