@@ -67,7 +67,7 @@ class Reference(NamedTuple):
         return math.nan if solution.extrapolated or kl > solution.limit else solution.tilt.gain
 
     def best_with_error(self, kl: float) -> tuple[float, float]:
-        """The same with its standard error, a jackknife's; NaN where the samples or some without a block do not tell."""
+        """The same with its standard error, a jackknife's; NaN where the samples, or a part of them, do not tell."""
         left = [self.without(block).best(kl) for block in range(BLOCKS)]
         if not all(map(math.isfinite, left)):
             return math.nan, math.nan
@@ -133,9 +133,9 @@ def main() -> None:
     chat = str(ROOT / "configs" / "smollm2" / "prompts.jsonl")
     rewards = {
         name: Reward(title, scorers()[name], chat, {k: v for k, v in (harm | methods).items() if k.startswith(name)})
-        for name, title in (("positive", "VADER"), ("easy", "readability"), ("plain", "a short sentence first"))
+        for name, title in (("positive", "VADER"), ("easy", "readability"), ("plain", "rule"))
     }
-    rewards["glad"] = Reward("TinyStories: glad words", glad, "", stories)
+    rewards["glad"] = Reward("TinyStories", glad, "", stories)
     result: dict[str, Any] = {"seeds": []}
     charts = []
     for name, reward in rewards.items():
@@ -164,7 +164,7 @@ def main() -> None:
             if short != "none":  # far to the right of what samples tell
                 ends[short] = [end for _, end in found.values()]
             if (share := result[variant]["end"]["share"]["mean"]) is not None and short[0].isdigit():
-                title = f"{reward.title}: {share:.0%} of the best at {short}"
+                title = f"{reward.title}: {share:.0%} of the best"  # at the highest target where it is known
         charts.append(chart(name, title, reference, ends))
     write_json(folder / "frontier.json", result)
     for dark in (False, True):
