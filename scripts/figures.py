@@ -46,6 +46,7 @@ PROGRAM = ("rlhf_kl", "configs", ":!*.md", ":!configs/schema", *(f":!rlhf_kl/{na
 PICTURES = {  # of README and guide, by the file that a measurement draws
     "adaptive_or_fixed": {"frontier": "frontier"},
     "curves": {"compare": "curves"},
+    "frontier": {"frontier": "best", "frontier-dark": "best-dark"},
     "sweep_target": {"targets": "targets"},
 }
 HELD = {  # the picture of README, light and dark, and what it shows
