@@ -38,7 +38,7 @@ CONTROLLER_PROVIDED = {
     **{name: (name,) for name in ("total_episodes", "batch_size", *sorted(BOUNDS))},
 }
 COEF_WITHOUT_SCORES = 0.1  # `coef: auto` without scores
-LOGPROBS = re.compile(r"log_?p|log_?ratio|^ref_|_ref$", re.IGNORECASE)  # what a course calls them
+LOGPROBS = re.compile(r"log_?(p$|probs?|ratios?)", re.IGNORECASE)  # names of a parameter that is no KL
 
 
 def stored_name(kind: str) -> str:
@@ -103,13 +103,18 @@ def law_options(law: type, written: Mapping[str, Any], where: str) -> tuple[dict
     return arguments, problems
 
 
+def _needed(law: Any) -> list[inspect.Parameter]:
+    """The parameters of its `update` that have no default."""
+    return [p for p in parameters_of(getattr(law, "update", None)) or () if p.default is p.empty]
+
+
 def load_controller(kind: str, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
     """The law of a kind of controller, and its arguments. Errors: InputError with every problem."""
     law = law_class(kind)
     arguments, problems = law_options(law, options, "kl.controller")
     if not fits_update(getattr(law, "update", None), None):
         problems.append(f"kl.controller.kind: {law.__name__} has no update(kl, episodes): a controller needs it")
-    elif asked := [p.name for p in parameters_of(getattr(law, "update", None)) or () if LOGPROBS.search(p.name)]:
+    elif asked := [p.name for p in _needed(law) if LOGPROBS.search(p.name)]:
         problems.append(
             f"kl.controller.kind: {law.__name__}.update asks for {' and '.join(asked)}, but it gets the KL, a number "
             "in nats, and the number of responses: write update(kl, episodes)"

@@ -206,6 +206,12 @@ def test_a_class_that_asks_for_log_probs_is_refused(here: Path, names: str) -> N
         make_controller("course.py:Course", {})
 
 
+@pytest.mark.parametrize("names", ["kl, log_path='x'", "mean_kl, episodes, logprobs=None", "kl, ref_count"])
+def test_a_class_whose_other_parameters_are_named_like_log_probs_is_taken(here: Path, names: str) -> None:
+    (here / "own.py").write_text(f"class Own:\n    coef = 0.1\n    def update(self, {names}): return 0.1\n")
+    assert make_controller("own.py:Own", {}).kind == "Own"
+
+
 def test_a_misspelled_coef_is_told(here: Path) -> None:
     with pytest.raises(InputError, match=r"kl\.controller\.coeff: .*did you mean kl\.controller\.coef\?"):
         make_controller("adaptive", {"coeff": 0.1})
