@@ -121,10 +121,10 @@ def load_reward(plugin: NamedPlugin, given: Given = NOTHING) -> tuple[Any, dict[
     provided = set() if is_class else TRL_PROVIDED if trl else REWARD_PROVIDED
     problems = [f"{plugin.where}.{name}: set by the program, remove it" for name in sorted(provided & {*options})]
     # Other parameters of a function may be columns of the data set.
-    section = RewardSection if plugin.where == "reward" else TermSection
-    beside = section.model_fields
+    in_sum = plugin.where.startswith("reward.")
+    section = RewardSection if plugin.where == "reward" else TermSection if in_sum else ScorerSection
     arguments, wrong = checked_options(
-        target, options, plugin.where, provided=provided, complete=is_class, beside=beside
+        target, options, plugin.where, provided=provided, complete=is_class, beside=section.model_fields
     )
     problems += wrong
     if is_class and not any("__call__" in vars(base) for base in target.__mro__):
