@@ -18,7 +18,7 @@ LABELS = {
     "length": "response length",
     "eos_rate": "share with an EOS",
     "distinct_2": "distinct word pairs",
-    "prompts": "held-out prompts",
+    "prompts": "prompts",
     "responses": "  responses",
     "perplexity": "held-out perplexity",
     "nats_per_token": "  nats per token",

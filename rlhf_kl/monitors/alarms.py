@@ -163,7 +163,7 @@ def falls(name: str) -> Alarm:
         return found | {"falls": rise > SURE * noise and fall > sure * error, "over": fall < error}
 
     label = scorer_label(name)
-    text = "since update {since:.0f} the score rose by {rise:.2g} to {score:.3g} on held-out prompts, and "
+    text = "since update {since:.0f} the score rose by {rise:.2g} to {score:.3g} in the evaluations, and "
     text += "the " * (label != name) + label + " fell by {fall:.2g} to {value:.3g}: the policy may exploit the reward. "
     text += "{to_restrain}, or go back to an earlier checkpoint"
     return Alarm(f"overoptimised-{name}", text, measure, lambda f: f["falls"], lambda f: f["over"])

@@ -21,7 +21,7 @@ TOP = 3.0  # upper limit of a KL/target axis: the subtitle gives a higher peak
 LOW = 30.0  # a log axis of the KL begins so many times below the target
 KL_OVER_TARGET = "KL over its target"
 TRUE = "gold"  # the scorer that is drawn beside the score, and the tint of all that never train
-HELD_OUT = "mean over held-out prompts, with one standard error."
+IN_EVALUATIONS = "mean over the prompts of the evaluations, with one standard error."
 ROOT_KL = "√KL, nats per response"
 
 
@@ -56,7 +56,7 @@ def variant_styles(comparison: Comparison) -> dict[str, Style]:
 def run_charts(run: RunResult) -> list[Chart]:
     """All charts that the run has figures for."""
     others = [
-        Chart(f"eval-{name}", name, name, [_of_scorer(run, name)], f"It never trains: {HELD_OUT}")
+        Chart(f"eval-{name}", name, name, [_of_scorer(run, name)], f"It never trains: {IN_EVALUATIONS}")
         for name in run.scorers
         if name != TRUE
     ]
@@ -90,7 +90,7 @@ def _score(run: RunResult) -> Chart:
         deciles = []
     low, high = ([values[i] for values in deciles] for i in (1, 9))
     caption = "Means of each batch" + (", and the middle 80 % of the scores." if deciles else ".")
-    caption += f" True score: {HELD_OUT}" * bool(true.x)
+    caption += f" True score: {IN_EVALUATIONS}" * bool(true.x)
     return Chart("score", "Score", "score", [Line("score", "score", *scores, low, high), true], caption)
 
 

@@ -134,7 +134,7 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
 def _scorer_card(run: RunResult, name: str) -> tuple[str, str, str, str]:
     """The card of a scorer that never trains."""
     label, error = scorer_label(name), read_number(run.evaluations[-1], f"eval/{name}_stderr")
-    note = "of held-out prompts" + ("" if error is None else f", ±{format_number(error)} at the end")
+    note = "in the evaluations" + ("" if error is None else f", ±{format_number(error)} at the end")
     return "gold", label[0].upper() + label[1:], start_to_end(run.closing[name]), note
 
 

@@ -130,7 +130,7 @@ def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
 def asked_of(document: Mapping[str, Any]) -> str:
     """How many responses to how many prompts each row of scale.json has."""
     prompts = document["prompts"]
-    return f"{document['responses']} responses to {prompts} held-out prompt{'s' * (prompts != 1)}"
+    return f"{document['responses']} responses to {prompts} prompt{'s' * (prompts != 1)} of the evaluations"
 
 
 def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:

@@ -53,7 +53,7 @@ def scaled_card(config: TrainConfig, row: Mapping[str, Any], reference: Mapping[
         "KL": f"{format_number(row[f'kl_{config.kl.unit}'])} nats per {config.kl.unit}",
         **{label: start_to_end((reference[key], row[key])) for label, key in pairs.items()},
     }
-    return _card(config, table, "reference -> this policy, on held-out prompts and texts", adapter=False)
+    return _card(config, table, "reference -> this policy, on the prompts and texts of the evaluations", adapter=False)
 
 
 def _card(config: TrainConfig, table: Mapping[str, Any], note: str, *, adapter: bool) -> str:

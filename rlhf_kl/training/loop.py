@@ -296,5 +296,6 @@ class TrainLoop:
         scores = self.training.reference_scores
         kl, shaped = (closing.get(name, (None, None))[1] for name in ("kl_sequence", "scores_shaped"))
         limit = None if kl is None else scores.most_gain(kl)
-        told = limit is not None and limit > 2.0 * (error or 0.0)
-        return (shaped - scores.mean) / limit if told and limit and shaped is not None else None
+        if limit is None or shaped is None or limit <= 2.0 * (error or 0.0):
+            return None
+        return (shaped - scores.mean) / limit

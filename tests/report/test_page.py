@@ -97,7 +97,7 @@ def test_each_scorer_that_never_trains_has_a_figure_and_a_curve(write_run: Write
     first, _, rest = report_page(run).partition("<h2>Curves")
     found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)<small>(.*?)<", first.partition("<details>")[0])
     assert [each[0] for each in found] == ["KL", "Score", "Polite", "True score", "Held-out perplexity"]
-    assert found[2][1:] == ("0.250 → 5.50", "of held-out prompts, ±0.125 at the end")
+    assert found[2][1:] == ("0.250 → 5.50", "in the evaluations, ±0.125 at the end")
     assert "true score -1.00 · polite 0.750" in first
     assert re.findall(r"<h3>(.*?)</h3>", rest)[1:4] == ["Score", "polite", "Perplexity and forgetting"]
     lines = {line.label: line for chart in run_charts(run) for line in chart.lines}
@@ -160,8 +160,8 @@ def test_the_page_and_the_pictures_of_a_comparison(write_run: Write, metrics_row
     text = (tmp_path / "out" / "compare.html").read_text()
     assert not re.search(r"<[bi]>", text)
     assert "$<b>static<i>$-0.1x" in unescape(text)
-    assert "30x the target" in text
-    assert "$<b>static<i>$-0.1x, up to 30x" in unescape(text)
+    assert "$<b>static<i>$-0.1x: 30x the target" in unescape(text)
+    assert "up to 30x" in text
     assert text.count("<svg") == 4 + 7
     places = re.findall(r'<a href="([^"]+)">seed [01]</a>', text)
     assert len(places) == 8
