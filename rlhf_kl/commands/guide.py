@@ -87,6 +87,7 @@ def _show(text: str) -> None:
 def _for_terminal(text: str) -> str:
     """Pictures as their words, and links to other pages with the page's name."""
     text = re.sub(r"<!-- .* -->\n", "", text)
+    text = re.sub(r'<picture>.*?<img [^>]*alt="([^"]*)".*?</picture>', r"*(Picture: \1.)*", text, flags=re.DOTALL)
     text = re.sub(r"!\[([^\]]*)\]\([^)]*\)", r"*(Picture: \1.)*", text)
     text = re.sub(r"\(\[([^\]]*)\]\((\w+)\.md[^)]*\)\)", r"(\1: page \2)", text)
     return re.sub(r"\[([^\]]*)\]\((\w+)\.md[^)]*\)", r"\1 (page \2)", text)

@@ -158,8 +158,10 @@ def test_simulate_takes_the_words_of_a_target(rlhf_kl: Cli) -> None:
 
 
 def test_pictures_and_links_become_words_and_a_page_has_any_spelling(rlhf_kl: Cli) -> None:
-    text = "See [the page on KL](kl.md#units), [that](https://x.org) ([how](kl.md)).\n![A curve](../a.png)"
-    shown = "See the page on KL (page kl), [that](https://x.org) (how: page kl).\n*(Picture: A curve.)*"
+    text = "See [the page on KL](kl.md#units), [that](https://x.org) ([how](kl.md)).\n![A curve](../a.png)\n"
+    text += '<picture>\n<source media="dark" srcset="b.png">\n<img alt="Two curves" src="a.png">\n</picture>'
+    shown = "See the page on KL (page kl), [that](https://x.org) (how: page kl).\n*(Picture: A curve.)*\n"
+    shown += "*(Picture: Two curves.)*"
     assert guide._for_terminal(text) == shown
     assert rlhf_kl("guide", "Coming-From.md").out.strip().startswith("Coming from")
     assert max(map(len, rlhf_kl("guide").out.splitlines())) <= 80
