@@ -31,6 +31,7 @@ import torch
 from rlhf_kl.commands.grid import planned_comparison
 from rlhf_kl.config.variants import load_compare
 from rlhf_kl.report.charts import held_charts
+from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.report.drawing import save_sheet
 from rlhf_kl.run.log import write_json
 
@@ -49,9 +50,7 @@ PICTURES = {  # of README and guide, by the file that a measurement draws
     "frontier": {"frontier": "best", "frontier-dark": "best-dark"},
     "sweep_target": {"targets": "targets"},
 }
-HELD = {  # the picture of README, light and dark, and what it shows
-    "adaptive_or_fixed": ("compare", "The controller holds a target of 0.1 from every start, a fixed beta misses it")
-}
+HELD = {"adaptive_or_fixed": "compare"}  # the picture of README, light and dark
 DRAWN_FROM = {"what_beta_does": "scripts/tutorial_pictures.py"}  # draws the numbers of a result
 NEED_A_GPU = ("gpu", "smollm2_gpu")
 OF_A_VARIANT = ("kl", "scores", "gold", "perplexity", "tail_error", "peak", "distinct_2", "forward_kl_token", "length")
@@ -225,6 +224,15 @@ MEASUREMENTS = {  # behind each its minutes on two cores
 }
 
 
+def held_heading(comparison: Comparison) -> str:
+    """How many runs of a controller held the target, and where those of a constant beta ended."""
+    judged = [variant for variant in comparison.variants if variant.verdicts]
+    runs, held = (sum(map(count, judged)) for count in (lambda v: len(v.runs), lambda v: v.verdicts["held"]))
+    ends = [ratio for v in comparison.variants if not v.verdicts and (ratio := v.over_target) is not None]
+    fixed = f"; a fixed beta ends at {min(ends):.2g} to {max(ends):.2g} times it" if ends else ""
+    return f"A target of {comparison.target:g} is held in {held} of {runs} runs{fixed}"
+
+
 def machine() -> str:
     """Processor, cores and versions."""
     file = Path("/proc/cpuinfo")
@@ -294,9 +302,10 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
             shutil.copy(folder / name / f"{drawn}.png", images / f"{shown}.png")
         if name in HELD:
             plan = load_compare(words[words.index("--config") + 1], (), folder / name)
-            charts, (shown, heading) = held_charts(planned_comparison(plan)), HELD[name]
+            found = planned_comparison(plan)
             for dark in (False, True):
-                save_sheet(charts, images / f"{shown}{'-dark' * dark}.png", heading=heading, dark=dark)
+                file = images / f"{HELD[name]}{'-dark' * dark}.png"
+                save_sheet(held_charts(found), file, heading=held_heading(found), dark=dark)
         if name in DRAWN_FROM:
             subprocess.run([sys.executable, DRAWN_FROM[name]], cwd=ROOT, check=True)
     return not done.returncode
