@@ -77,11 +77,12 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         findings += check_config(config, processes)
         device = run_device(config.run)
         resolved = resolve(config)
+        chat = config.data.chat_template  # as it is written; the resolved config has what was decided
         setup, config = build_setup(resolved, device), resolved.config
         start_engine(config, setup)
         loader = Loader(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
-        findings += [*check_tokenizers(config, setup, loader), *check_context(config, setup)]
+        findings += [*check_tokenizers(config, setup, loader, chat), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)
         findings += check_updates(config, setup, processes)
     except InputError as error:
@@ -124,8 +125,10 @@ def check_rate(config: TrainConfig, policy: Any) -> Finding:
     return judge("rate", rate=rate, size=size_words(policy), usual=usual, ratio=rate / usual)
 
 
-def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader) -> Iterator[Finding]:
-    """Whether policy and reference read the prompts alike."""
+def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader, chat: bool | str) -> Iterator[Finding]:
+    """Whether plain prompts leave a chat template unused (`chat`: auto), and policy and reference read them alike."""
+    if chat == "auto" and setup.tokenizer.chat_template and not setup.prompts.table.rendered:
+        yield judge("chat")
     if config.reference.model is None:
         return
     texts = setup.prompts.table.texts[:PROBES]
@@ -140,8 +143,6 @@ def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
     """Whether prompt and response fit into what policy and reward model read."""
     new, limit = config.rollout.max_new_tokens, context_length(setup.policy.model)
     yield judge("context", longest=setup.prompts.longest, new=new, limit=limit)
-    if config.data.chat_template == "auto" and setup.tokenizer.chat_template and not setup.prompts.table.rendered:
-        yield judge("chat")
     reward = setup.scorers.model
     if reward is not None and reward.limit is not None:
         prompts = setup.prompts.table.asked
@@ -170,8 +171,8 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
                 final = json.loads(summary.read_text(encoding="utf-8")).get("final", {})
                 accuracy, chance = final.get("eval/accuracy"), final.get("eval/majority", chance)  # of pairs, of labels
                 break
-    known = {"accuracy": accuracy, "chance": chance, "where": where}
-    yield judge("no accuracy") if accuracy is None else judge("accuracy", **known)
+    known = None if accuracy is None else {"accuracy": accuracy, "chance": chance, "where": where}
+    yield judge("no accuracy") if known is None else judge("accuracy", **known)
 
 
 # ---- the update

@@ -55,6 +55,36 @@ def doctor(rlhf_kl: Cli, tmp_path: Path, tiny_settings: dict[str, Any]) -> Docto
     return check
 
 
+def test_plain_prompts_beside_a_chat_template_are_doubtful(doctor: Doctor, tmp_path: Path, tiny_folder: Path) -> None:
+    chat = shutil.copytree(tiny_folder, tmp_path / "chat")
+    file = chat / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    [(level, text)] = doctor(f"policy.model='{chat}'")["prompts"]
+    assert level == "doubtful"
+    assert "data.chat_template=true" in text
+    assert "prompts" not in doctor(f"policy.model='{chat}'", "data.chat_template=false")
+
+
+@pytest.mark.parametrize(
+    ("final", "level", "chance"),
+    [
+        ({"eval/accuracy": 0.63, "eval/majority": 0.58}, "doubtful", "58%"),  # of labels: the more frequent one
+        ({"eval/accuracy": 0.7, "eval/majority": 0.58}, "fine", "58%"),
+        ({"eval/accuracy": 0.63}, "fine", "50%"),  # of pairs
+    ],
+)
+def test_a_reward_model_is_compared_with_guessing(
+    tmp_path: Path, final: dict[str, float], level: str, chance: str
+) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"final": final}))
+    config = TrainConfig.model_validate({"reward": {"model": str(tmp_path / "final")}})
+    setup: Any = SimpleNamespace(scorers=SimpleNamespace(model=object()))
+    [found] = findings.check_reward_model(config, setup, None)
+    assert found.level == level
+    assert f"guessing on {chance}" in found.text
+
+
 def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     found = doctor()
     untrained = {"scores"}  # doubtful of a random model and a reward that counts a letter

@@ -74,6 +74,15 @@ PROBLEMS = [
             "reward.word: unknown option of brevity; did you mean reward.words?",
         ],
     ),
+    (  # a key of the section, beside a function's options
+        "reward: {kind: mine.py:brevity, normalise: false}\n"
+        "eval: {scorers: {x: {kind: mine.py:brevity, interfase: trl}}}",
+        [],
+        [
+            "reward.normalise: unknown option of brevity; did you mean reward.normalize?",
+            "eval.scorers.x.interfase: unknown option of brevity; did you mean eval.scorers.x.interface?",
+        ],
+    ),
     ("reward: {kind: mine.py:blind, words: 1}", [], ["reward.kind: a reward function takes (prompts, responses, ...)"]),
     ("reward: {kind: mine.py:of_trl}", [], ["reward.kind: a reward function takes (prompts, responses, ...)"]),
     ("reward: {kind: mine.py:of_trl, interface: trl}", [], []),
