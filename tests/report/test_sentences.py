@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlhf_kl.report.comparison import Comparison, read_comparison
 from rlhf_kl.report.sentences import figures_table, judge
 from rlhf_kl.report.sweep import FIGURES, Figure, Sweep, SweepPoint, recommend, sweep_of
 from rlhf_kl.text import text_table
+from tests.conftest import REPOSITORY
 from tests.runs import Rows, Write
 
 Grid = Callable[..., Comparison]
@@ -157,6 +159,13 @@ def test_a_short_run_of_a_constant_beta_says_how_short(write_run: Write, metrics
         for coef in (0.1, 0.2)
     ]
     assert "its target after only 4 updates" in judge(read_comparison(paths))[0]
+
+
+def test_the_title_of_the_picture_counts_what_was_held(grid: Grid) -> None:
+    heading = runpy.run_path(str(REPOSITORY / "scripts" / "figures.py"))["held_heading"]
+    assert heading(grid()) == "A target of 0.1 is held in 10 of 10 runs; a fixed beta ends at 0.1 to 4.1 times it"
+    late = grid({"a": ("adaptive", 0.2, 0.1), "b": ("adaptive", 0.1, 0.3)})
+    assert heading(late) == "A target of 0.1 is held in 5 of 10 runs"
 
 
 def test_a_table_as_text() -> None:
