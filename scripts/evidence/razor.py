@@ -1,6 +1,6 @@
 """Does forgetting follow the forward KL (RL's Razor, 2509.04259)? SmolLM2's runs, and fine-tuning on the same texts.
 
-    python scripts/evidence/razor.py FOLDER     reads FOLDER/../harm, methods, after and frontier
+    python scripts/evidence/razor.py FOLDER     reads FOLDER/../harm, again, methods, after and frontier
 
 Forgetting is the rise of the loss above the reference's, in nats per token, on two kinds of texts: answers, which are
 near what the runs are asked for, and stories, which are not. KLs are those of held-out prompts. The arms of `sft` learn
@@ -19,12 +19,14 @@ from typing import Any
 
 import yaml
 from after import losses, risen, texts
-from common import HERE, MODEL, finished, once, program, run_program, scorers
+from common import HERE, MODEL, ROOT, finished, once, program, run_program, scorers
+from frontier import sampled
 
 from rlhf_kl.run.log import write_json
 
 ARMS = {"sft-1": (1e-5, 2), "sft-2": (3e-5, 2), "sft-3": (1e-4, 2), "sft-4": (1e-4, 6)}  # learning rate, epochs
 SAMPLES = 96
+PROMPTS = str(ROOT / "configs" / "smollm2" / "prompts.jsonl")
 KLS = ("forward_kl", "kl")
 
 
@@ -77,16 +79,15 @@ def main() -> None:
         lost = {kind: risen(found[kind], before[kind])["nats"] for kind in documents}
         points[name] = lost | {"forward_kl": forward_kl, "kl": kl, "score": score}
 
-    for source in ("harm", "methods"):
-        for runs in finished(above / source).values():
-            for run in runs.values():
-                last = run.evaluations[-1]
-                figures = (last[f"eval/{key}"] for key in ("forward_kl_token", "kl_token", "positive"))
-                add(run.path.name, run.path / "final", *figures)
-    answers = best_answers(folder, json.loads((above / "frontier" / "chat.json").read_text(encoding="utf-8")))
+    found = [finished(above / source) for source in ("harm", "again", "methods")]
+    rl = [run for variants in found for runs in variants.values() for run in runs.values()]
+    for run in rl:
+        figures = (run.evaluations[-1][f"eval/{key}"] for key in ("forward_kl_token", "kl_token", "positive"))
+        add(run.path.name, run.path / "final", *figures)
+    answers = best_answers(folder, sampled(rl[0], above / "frontier" / "chat.json", PROMPTS))
     for name in ARMS:
-        found = arm(name, folder, answers)
-        add(name, folder / name / "final", found["forward_kl_token"], found["kl_token"], found["positive"])
+        own = arm(name, folder, answers)
+        add(name, folder / name / "final", own["forward_kl_token"], own["kl_token"], own["positive"])
     kinds = {"rl": [p for name, p in points.items() if name not in ARMS], "sft": [points[name] for name in ARMS]}
     fits = {"all": lines(list(points.values())), **{kind: lines(some) for kind, some in kinds.items()}}
     seeds = sorted({int(name.rpartition("-s")[2]) for name in points if name not in ARMS})
