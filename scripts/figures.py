@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +31,9 @@ import torch
 
 from rlhf_kl.commands.grid import planned_comparison
 from rlhf_kl.config.variants import load_compare
-from rlhf_kl.report.charts import held_charts
+from rlhf_kl.report.charts import DASHES, ratio_chart
 from rlhf_kl.report.comparison import Comparison
-from rlhf_kl.report.drawing import save_sheet
+from rlhf_kl.report.drawing import ORDERED, Chart, Line, save_sheet
 from rlhf_kl.run.log import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -226,13 +227,22 @@ MEASUREMENTS = {  # behind each its minutes on two cores
 }
 
 
-def held_heading(comparison: Comparison) -> str:
-    """How many runs of a controller held the target, and where those of a constant beta ended."""
-    judged = [variant for variant in comparison.variants if variant.verdicts]
-    runs, held = (sum(map(count, judged)) for count in (lambda v: len(v.runs), lambda v: v.verdicts["held"]))
-    ends = [ratio for v in comparison.variants if not v.verdicts and (ratio := v.over_target) is not None]
-    fixed = f"; a fixed beta ends at {min(ends):.2g} to {max(ends):.2g} times it" if ends else ""
-    return f"A target of {comparison.target:g} is held in {held} of {runs} runs{fixed}"
+def held_by_family(comparison: Comparison) -> list[Chart]:
+    """KL over target of every run, one chart for each family of variants; these differ in their first beta."""
+    charts = []
+    for name, variants in comparison.families.items():
+        ends = [ratio for variant in variants if (ratio := variant.over_target) is not None]
+        runs, held = (sum(map(count, variants)) for count in (lambda v: len(v.runs), lambda v: v.verdicts["held"]))
+        found = f"held in {held} of {runs} runs"
+        if not variants[0].verdicts:
+            found = f"ends at {min(ends):.2g}x to {max(ends):.2g}x"
+        lines: list[Line] = []
+        for variant, tint, dash in zip(variants, ORDERED[::2], DASHES, strict=False):
+            start = f"beta {variant.name.rpartition('-')[2]}"
+            of_runs = [(run, tint, start * (i == 0)) for i, run in enumerate(variant.runs.values())]
+            lines += [line._replace(dash=dash) for line in ratio_chart("", "", of_runs).lines]
+        charts.append(replace(ratio_chart(name, f"{name}: {found}", []), lines=lines))
+    return charts
 
 
 def machine() -> str:
@@ -307,7 +317,8 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
             found = planned_comparison(plan)
             for dark in (False, True):
                 file = images / f"{HELD[name]}{'-dark' * dark}.png"
-                save_sheet(held_charts(found), file, heading=held_heading(found), dark=dark)
+                heading = f"KL over its target, {found.target:g}, from three first betas"
+                save_sheet(held_by_family(found), file, heading=heading, dark=dark)
         if name in DRAWN_FROM:
             subprocess.run([sys.executable, DRAWN_FROM[name]], cwd=ROOT, check=True)
     return not done.returncode

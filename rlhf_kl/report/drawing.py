@@ -64,6 +64,7 @@ FEW_POINTS = 12  # a line with fewer points has marks
 APART = 1.4  # factor between two values on a logarithmic axis from which both have room for a label
 SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
 PNG_WIDTH, PNG_DPI, PNG_TYPE = 6.4, 125, 11.5  # inches
+MOST_TYPE = 1.4  # of a sheet, over that of a single chart
 LEGEND_COLUMNS = 3
 
 Axes = Any  # matplotlib's, which has no annotations
@@ -132,14 +133,16 @@ def thin(values: Sequence[float]) -> list[float]:
 def save_sheet(
     charts: Sequence[Chart], path: Path, *, columns: int | None = None, heading: str = "", dark: bool = False
 ) -> None:
-    """Charts side by side under a heading; a single one is legible at the width of a phone.
+    """Charts side by side under a heading, in type that is legible at the width of a phone where the titles allow it.
 
     The format is that of the path's suffix. columns: default two or three, as they fill their rows.
     """
     columns, colours = columns or min(len(charts), 2 if len(charts) in (2, 4) else 3), DARK if dark else LIGHT
     rows = -(-len(charts) // columns)
     height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading)
-    width, size = (PNG_WIDTH, PNG_TYPE) if columns == 1 else (PNG_WIDTH * (0.6 + 0.3 * columns), PNG_TYPE * 0.95)
+    width = PNG_WIDTH * (0.6 + 0.3 * columns) if columns > 1 else PNG_WIDTH
+    fits = 72 * ((width - 0.5) / columns - 0.1) / max(1.0, *map(_width, charts), 0.65 * len(heading) / columns)
+    size = PNG_TYPE * min(max(fits / PNG_TYPE, 0.95), MOST_TYPE) if columns > 1 else PNG_TYPE
     with _picture_style(size, colours):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         if heading:
@@ -147,10 +150,15 @@ def save_sheet(
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel in panels[len(charts) :]:
             panel.set_visible(False)
-        for chart, panel in zip(charts, panels, strict=False):
+        same_x, same_y = (len(set(names)) == 1 for names in zip(*((c.xlabel, c.ylabel) for c in charts), strict=True))
+        for i, (chart, panel) in enumerate(zip(charts, panels, strict=False)):
             pad = 6 + 1.5 * size * _draw(chart, panel, colours)
             if legend := panel.get_legend():
                 legend.set_in_layout(False)  # a wide one does not push the panels apart
+            if same_x and i + columns < len(charts):
+                panel.set_xlabel("")
+            if same_y and i % columns:
+                panel.set_ylabel("")
             panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
             panel.annotate(
                 chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
@@ -160,6 +168,14 @@ def save_sheet(
         buffer = io.BytesIO()
         figure.savefig(buffer, format=path.suffix[1:], dpi=PNG_DPI)
     write_atomic(path, buffer.getvalue())
+
+
+def _width(chart: Chart) -> float:
+    """About the width of its title, subtitle and legend, in its type's size."""
+    names = [line.label for line in chart.lines if line.x and line.label]
+    rows = -(-len(names) // LEGEND_COLUMNS)
+    legend = sum(2.8 + 0.54 * max(map(len, names[i : i + rows])) for i in range(0, len(names), rows or 1))
+    return max(0.6 * len(chart.title), 0.52 * len(chart.subtitle), legend if len(names) > 1 else 0.0)
 
 
 def svg(chart: Chart) -> str:

@@ -161,11 +161,11 @@ def test_a_short_run_of_a_constant_beta_says_how_short(write_run: Write, metrics
     assert "its target after only 4 updates" in judge(read_comparison(paths))[0]
 
 
-def test_the_title_of_the_picture_counts_what_was_held(grid: Grid) -> None:
-    heading = runpy.run_path(str(REPOSITORY / "scripts" / "figures.py"))["held_heading"]
-    assert heading(grid()) == "A target of 0.1 is held in 10 of 10 runs; a fixed beta ends at 0.1 to 4.1 times it"
-    late = grid({"a": ("adaptive", 0.2, 0.1), "b": ("adaptive", 0.1, 0.3)})
-    assert heading(late) == "A target of 0.1 is held in 5 of 10 runs"
+def test_the_titles_of_the_picture_count_what_was_held(grid: Grid) -> None:
+    charts = runpy.run_path(str(REPOSITORY / "scripts" / "figures.py"))["held_by_family"](grid())
+    assert [chart.title for chart in charts] == ["adaptive: held in 10 of 10 runs", "static: ends at 0.1x to 4.1x"]
+    assert [line.label for line in charts[0].lines if line.label] == ["beta 0.1x", "beta 1x"]
+    assert len(charts[0].lines) == 10
 
 
 def test_a_table_as_text() -> None:
