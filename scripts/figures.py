@@ -204,15 +204,6 @@ MEASUREMENTS = {  # behind each its minutes on two cores
         ["scripts/same_texts.py", "FOLDER"],
         "same_texts.json",
     ),  # 30
-    "float16_run": Measurement(
-        "a run in float16",
-        [
-            *("-m", "rlhf_kl", "train", "--config", "ppo_adaptive.yaml", "--set", "run.dtype=float16"),
-            *("--overwrite", "--output-dir", "FOLDER"),
-        ],
-        "summary.json",
-        of_run,
-    ),  # 40
     "operations": Measurement(
         "operations, kernels and waits of an update, by phase",
         ["scripts/count_operations.py", "--out", "FOLDER"],
