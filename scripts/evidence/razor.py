@@ -46,7 +46,7 @@ def arm(name: str, folder: Path, answers: Path) -> dict[str, Any]:
     rate, epochs = ARMS[name]
     place = folder / name
     if not (place / "final").is_dir():
-        sets = {"data.texts": answers, "data.eval_texts": answers, "sft.learning_rate": rate, "sft.epochs": epochs}
+        sets = {"data.texts": answers, "sft.learning_rate": rate, "sft.epochs": epochs}
         options = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
         run_program("sft", "--config", str(HERE / "sft.yaml"), "--output-dir", str(place), *options)
     config = folder / f"{name}.yaml"
