@@ -52,7 +52,7 @@ def arm(name: str, folder: Path, answers: Path) -> dict[str, Any]:
     config = folder / f"{name}.yaml"
     models = {"policy": {"model": str(place / "final")}, "reference": {"model": MODEL}}
     config.write_text(yaml.safe_dump({"extends": str(HERE / "smollm2.yaml")} | models), encoding="utf-8")
-    words = ("eval", "--config", str(config), "--samples", str(SAMPLES), "--plugins")
+    words = ("eval", "--config", str(config), "--samples", str(SAMPLES))
     return dict(once(folder / f"{name}.json", lambda: program(*words)))
 
 
