@@ -229,7 +229,7 @@ def held_by_family(comparison: Comparison) -> list[Chart]:
             found = f"ends at {min(ends):.2g}x to {max(ends):.2g}x"
         lines: list[Line] = []
         for variant, tint, dash in zip(variants, ORDERED[::2], DASHES, strict=False):
-            start = f"beta {variant.name.rpartition('-')[2]}"
+            start = variant.name.rpartition("-")[2]
             of_runs = [(run, tint, start * (i == 0)) for i, run in enumerate(variant.runs.values())]
             lines += [line._replace(dash=dash) for line in ratio_chart("", "", of_runs).lines]
         charts.append(replace(ratio_chart(name, f"{name}: {found}", []), lines=lines))
@@ -308,7 +308,7 @@ def measure(name: str, folder: Path, extra: Sequence[str]) -> bool:
             found = planned_comparison(plan)
             for dark in (False, True):
                 file = images / f"{HELD[name]}{'-dark' * dark}.png"
-                heading = f"KL over its target, {found.target:g}, from three first betas"
+                heading = f"KL over its target, {found.target:g}, by the first beta"
                 save_sheet(held_by_family(found), file, heading=heading, dark=dark)
         if name in DRAWN_FROM:
             subprocess.run([sys.executable, DRAWN_FROM[name]], cwd=ROOT, check=True)

@@ -65,7 +65,7 @@ APART = 1.4  # factor between two values on a logarithmic axis from which both h
 SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
 PNG_WIDTH, PNG_DPI, PNG_TYPE = 6.4, 125, 11.5  # inches
 MOST_TYPE = 1.4  # of a sheet, over that of a single chart
-LEGEND_COLUMNS = 3
+SHORT = 6  # letters of names of which a legend has four in a line, else three
 
 Axes = Any  # matplotlib's, which has no annotations
 
@@ -139,10 +139,10 @@ def save_sheet(
     """
     columns, colours = columns or min(len(charts), 2 if len(charts) in (2, 4) else 3), DARK if dark else LIGHT
     rows = -(-len(charts) // columns)
-    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows + 0.3 * bool(heading)
     width = PNG_WIDTH * (0.6 + 0.3 * columns) if columns > 1 else PNG_WIDTH
     fits = 72 * ((width - 0.5) / columns - 0.1) / max(1.0, *map(_width, charts), 0.65 * len(heading) / columns)
     size = PNG_TYPE * min(max(fits / PNG_TYPE, 0.95), MOST_TYPE) if columns > 1 else PNG_TYPE
+    height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows * max(1.0, size / PNG_TYPE) ** 0.5 + 0.3 * bool(heading)
     with _picture_style(size, colours):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
         if heading:
@@ -172,10 +172,14 @@ def save_sheet(
 
 def _width(chart: Chart) -> float:
     """About the width of its title, subtitle and legend, in its type's size."""
-    names = [line.label for line in chart.lines if line.x and line.label]
-    rows = -(-len(names) // LEGEND_COLUMNS)
+    names = [line.label for line in chart.lines if line.x and line.label] + ["target"] * (chart.target is not None)
+    rows = -(-len(names) // _legend_columns(names))
     legend = sum(2.8 + 0.54 * max(map(len, names[i : i + rows])) for i in range(0, len(names), rows or 1))
     return max(0.6 * len(chart.title), 0.52 * len(chart.subtitle), legend if len(names) > 1 else 0.0)
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    return min(len(names), 4 if max(map(len, names)) <= SHORT else 3) if names else 1
 
 
 def svg(chart: Chart) -> str:
@@ -238,14 +242,14 @@ def _draw(chart: Chart, axes: Axes, colours: Mapping[str, str]) -> int:
     settings = sorted({x for line in chart.lines for x in line.x if line.marker})
     if "x" in chart.log and 1 < len(settings) < FEW_POINTS and min(b / a for a, b in pairwise(settings)) > APART:
         axes.set_xticks(settings)  # each value that was tried
-    names = len(axes.get_legend_handles_labels()[1])
-    if names < 2:  # the title says it
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) < 2:  # the title says it
         return 0
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(LEGEND_COLUMNS, names), frameon=False,
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=_legend_columns(names), frameon=False,
         borderaxespad=0.1, handlelength=1.6, columnspacing=1.0, handletextpad=0.5,
     )  # fmt: skip
-    return -(-names // LEGEND_COLUMNS)
+    return -(-len(names) // _legend_columns(names))
 
 
 def _plain_log_ticks(axis: Axes) -> None:

@@ -164,7 +164,7 @@ def test_a_short_run_of_a_constant_beta_says_how_short(write_run: Write, metrics
 def test_the_titles_of_the_picture_count_what_was_held(grid: Grid) -> None:
     charts = runpy.run_path(str(REPOSITORY / "scripts" / "figures.py"))["held_by_family"](grid())
     assert [chart.title for chart in charts] == ["adaptive: held in 10 of 10 runs", "static: ends at 0.1x to 4.1x"]
-    assert [line.label for line in charts[0].lines if line.label] == ["beta 0.1x", "beta 1x"]
+    assert [line.label for line in charts[0].lines if line.label] == ["0.1x", "1x"]
     assert len(charts[0].lines) == 10
 
 
