@@ -104,6 +104,27 @@ def test_png_files(tmp_path: Path) -> None:
         assert len(data) < 200_000
 
 
+def sizes(file: Path) -> list[float]:
+    """Of the text of an SVG file, in points."""
+    return [float(size) for size in re.findall(r"font-size: ([\d.]+)px", file.read_text(encoding="utf-8"))]
+
+
+def test_a_sheet_has_one_label_for_an_axis_and_type_as_large_as_its_titles_allow(tmp_path: Path) -> None:
+    """Shown at the width of a phone, type of the usual size was 7 pixels high."""
+    short = Chart("a", "held", "KL / target", [Line("", "kl", [1.0, 2.0], [0.1, 0.2])])
+    long = replace(short, title="a title of a chart that has forty letters")
+    for name, charts in {
+        "short": [short] * 4,
+        "long": [long] * 4,
+        "other": [short, replace(short, ylabel="b")],
+    }.items():
+        save_sheet(charts, tmp_path / f"{name}.svg")
+    texts = {name: (tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in ("short", "other")}
+    assert texts["short"].count(">KL / target<") == texts["short"].count(">update<") == 2
+    assert texts["other"].count(">KL / target<") == texts["other"].count(">b<") == 1
+    assert max(sizes(tmp_path / "short.svg")) > 1.25 * max(sizes(tmp_path / "long.svg"))
+
+
 def test_a_picture_for_dark_pages_is_dark(tmp_path: Path) -> None:
     save_sheet([CHART], tmp_path / "light.png")
     save_sheet([CHART], tmp_path / "dark.png", dark=True)
