@@ -173,8 +173,10 @@ def save_sheet(
 def _width(chart: Chart) -> float:
     """About the width of its title, subtitle and legend, in its type's size."""
     names = [line.label for line in chart.lines if line.x and line.label] + ["target"] * (chart.target is not None)
-    rows = -(-len(names) // _legend_columns(names))
-    legend = sum(2.8 + 0.54 * max(map(len, names[i : i + rows])) for i in range(0, len(names), rows or 1))
+    legend, columns = 0.0, _legend_columns(names)
+    for i in range(columns):  # as matplotlib fills them: the first ones have one name more
+        first, length = i * (len(names) // columns) + min(i, len(names) % columns), -(-(len(names) - i) // columns)
+        legend += 2.8 + 0.54 * max(map(len, names[first : first + length]), default=0)
     return max(0.6 * len(chart.title), 0.52 * len(chart.subtitle), legend if len(names) > 1 else 0.0)
 
 
