@@ -177,7 +177,7 @@ def _width(chart: Chart) -> float:
     for i in range(columns):  # as matplotlib fills them: the first ones have one name more
         first, length = i * (len(names) // columns) + min(i, len(names) % columns), -(-(len(names) - i) // columns)
         legend += 2.8 + 0.54 * max(map(len, names[first : first + length]), default=0)
-    return max(0.6 * len(chart.title), 0.52 * len(chart.subtitle), legend if len(names) > 1 else 0.0)
+    return max(0.62 * len(chart.title), 0.52 * len(chart.subtitle), legend if len(names) > 1 else 0.0)
 
 
 def _legend_columns(names: Sequence[str]) -> int:
