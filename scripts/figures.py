@@ -146,8 +146,8 @@ def speed(what: str, *options: str) -> Measurement:
 ONE_PAIR = ("--sides", "rloo", "TRL rloo", "--seeds", "0", "--updates", "7")
 MEASUREMENTS = {  # behind each its minutes on two cores
     "what_beta_does": comparison("the KL of constant betas", "sweep_beta.yaml"),  # 8
-    "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 10
-    "sweep_target": comparison("score and true score by KL target", "sweep_target.yaml"),  # 15
+    "adaptive_or_fixed": comparison("a target of 0.1 from three betas", "compare_adaptive_vs_static.yaml"),  # 17
+    "sweep_target": comparison("score and true score by KL target", "sweep_target.yaml"),  # 20
     "advantages": comparison("gae, rloo and grpo at three targets", "compare_advantages.yaml"),  # 20
     "forgetting": Measurement(
         "forgetting beside the KL", ["scripts/forgetting.py", "FOLDER"], "forgetting.json"
@@ -228,7 +228,9 @@ def held_by_family(comparison: Comparison) -> list[Chart]:
         if not variants[0].verdicts:
             found = f"ends at {min(ends):.2g}x to {max(ends):.2g}x"
         lines: list[Line] = []
-        for variant, tint, dash in zip(variants, ORDERED[::2], DASHES, strict=False):
+        for variant, tint, dash in zip(
+            variants, ORDERED[: 2 * len(variants) : 2], DASHES[: len(variants)], strict=True
+        ):
             start = variant.name.rpartition("-")[2]
             of_runs = [(run, tint, start * (i == 0)) for i, run in enumerate(variant.runs.values())]
             lines += [line._replace(dash=dash) for line in ratio_chart("", "", of_runs).lines]

@@ -172,7 +172,8 @@ def save_sheet(
 
 def _width(chart: Chart) -> float:
     """About the width of its title, subtitle and legend, in its type's size."""
-    names = [line.label for line in chart.lines if line.x and line.label] + ["target"] * (chart.target is not None)
+    names = [line.label for line in chart.lines if line.x and line.label]
+    names += [name for name, level in (("target", chart.target), ("ceiling", chart.ceiling)) if level is not None]
     legend, columns = 0.0, _legend_columns(names)
     for i in range(columns):  # as matplotlib fills them: the first ones have one name more
         first, length = i * (len(names) // columns) + min(i, len(names) % columns), -(-(len(names) - i) // columns)

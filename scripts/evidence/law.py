@@ -26,13 +26,14 @@ LAWS: dict[str, Callable[[float], float]] = {"best_of_n": lambda d: d * d, "rl":
 
 
 def fit(points: Sequence[tuple[float, float]], bend: Callable[[float], float]) -> dict[str, float]:
-    """alpha and beta of gain = alpha d - beta bend(d), and R² about the mean."""
+    """alpha and beta of gain = alpha d - beta bend(d), the standard error of beta, and R² about the mean."""
     columns = np.array([[d, -bend(d)] for d, _ in points])
     gains = np.array([gain for _, gain in points])
     (alpha, beta), *_ = np.linalg.lstsq(columns, gains, rcond=None)
     rest = gains - columns @ np.array([alpha, beta])
+    variance = np.linalg.inv(columns.T @ columns)[1, 1] * (rest @ rest) / (len(gains) - 2)
     r2 = 1.0 - float(rest @ rest) / float(((gains - gains.mean()) ** 2).sum())
-    return {"alpha": float(alpha), "beta": float(beta), "r2": r2}
+    return {"alpha": float(alpha), "beta": float(beta), "beta_error": math.sqrt(variance), "r2": r2}
 
 
 def main() -> None:
