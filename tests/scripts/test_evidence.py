@@ -36,8 +36,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_the_fit_finds_the_law_that_made_the_points(script: Any) -> None:
     law = script("law")
     points = [(d, d * (2.0 - 0.3 * d)) for d in (0.5, 1.0, 2.0, 3.0)]
-    assert law.fit(points, law.LAWS["best_of_n"]) == pytest.approx({"alpha": 2.0, "beta": 0.3, "r2": 1.0})
+    exact = {"alpha": 2.0, "beta": 0.3, "beta_error": 0.0, "r2": 1.0}
+    assert law.fit(points, law.LAWS["best_of_n"]) == pytest.approx(exact)
     assert law.fit(points, law.LAWS["rl"])["r2"] < 1.0 - 1e-4
+    rng = random.Random(0)
+    noisy = [law.fit([(d, y + rng.gauss(0, 0.1)) for d, y in points * 5], law.LAWS["best_of_n"]) for _ in range(300)]
+    assert fmean(one["beta_error"] for one in noisy) == pytest.approx(stdev(one["beta"] for one in noisy), rel=0.1)
 
 
 def test_the_optimum_of_gaussian_scores_and_its_error(script: Any) -> None:
