@@ -157,9 +157,9 @@ MEASUREMENTS = {  # behind each its minutes on two cores
     ),  # 30; needs RLHF_KL_REAL, as stress
     # What a held KL buys (guide/evidence.md). The runs of harm and methods come first, and `make smollm2` before them.
     "harm": comparison("a real model, three rewards, three targets and none", f"{EVIDENCE}/harm.yaml"),  # 300
-    "again": comparison("the first of them with another seed", f"{EVIDENCE}/again.yaml"),  # 55
+    "again": comparison("the same with another seed", f"{EVIDENCE}/harm.yaml", "--seed", "1"),  # 150
     "after": evidence("after", "losses on answers and stories, and answers to three prompts"),  # 15; RLHF_KL_REAL
-    "after_again": evidence("after", "the same of the other seed", "FOLDER/../again"),  # 5; RLHF_KL_REAL
+    "after_again": evidence("after", "the same of the other seed", "FOLDER/../again"),  # 10; RLHF_KL_REAL
     "methods": comparison("a real model with rloo and grpo", f"{EVIDENCE}/methods.yaml"),  # 50
     "frontier": evidence("frontier", "score over KL beside the best that any policy can do"),  # 20; RLHF_KL_REAL
     "estimators": evidence("estimators", "where the KL is paid, at equal KL", "estimators.yaml"),  # 40
