@@ -7,7 +7,8 @@
     make figures ONLY="gpu --from report.json"   store what another machine measured
 
 A result has what was measured, its command, commit, date, machine and seeds, and `figures`: numbers by name.
-`trl_budget_picture.py` makes trl_budget.json, in environments with TRL. A table that begins with
+A result is old if the program has changed since, but for texts and commits whose message has a line
+`Results: unchanged`. `trl_budget_picture.py` makes trl_budget.json, in environments with TRL. A table that begins with
 `<!-- figures: NAME -->` shows these numbers; `tests/test_figures.py` compares them.
 """
 
@@ -44,6 +45,7 @@ SHOWS = (  # what a result has been measured with, and not these, which only sho
     *("report/templates", "report/texts.py", "report/token_tables.py", "cli.py", "display.py", "shell.py", "ui.py"),
     *("commands/guide.py", "commands/init.py"),
 )
+SAME = "^Results: unchanged$"  # line of the message of a commit that changes no figure, as of one that mends a message
 PROGRAM = ("rlhf_kl", "configs", ":!*.md", ":!configs/schema", *(f":!rlhf_kl/{name}" for name in SHOWS))
 PICTURES = {  # of README and guide, by the file that a measurement draws
     "adaptive_or_fixed": {"frontier": "frontier"},
@@ -259,8 +261,8 @@ def commit() -> str:
 
 
 def program(at: str = "HEAD") -> str:
-    """The last commit until then that changed the program or its configs."""
-    return git("log", "-1", "--format=%h", at, "--", *PROGRAM)
+    """The last commit until then that changed the program or its configs, and with them what is measured."""
+    return git("log", "-1", "--format=%h", "--invert-grep", f"--grep={SAME}", at, "--", *PROGRAM)
 
 
 def is_made(file: Path, command: str) -> bool:
