@@ -143,6 +143,11 @@ def score_text(figure: Iterable[float | None], error: float | None) -> str:
     return start_to_end(figure) + ("" if error is None else f" (±{format_number(error)} at the end)")
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 update`, `2 updates`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def format_percent(value: float | None, *, signed: bool = False) -> str:
     """A share as whole percent."""
     if value is None or not math.isfinite(value):

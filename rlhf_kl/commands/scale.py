@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +14,15 @@ import typer
 from rlhf_kl import ui
 from rlhf_kl.commands.options import Json, Pickle, Plugins, Quiet, RemoteCode, numbers
 from rlhf_kl.errors import InputError
-from rlhf_kl.text import read_number, stdout_width
+from rlhf_kl.shell import short_path
+from rlhf_kl.text import counted, duration, read_number, stdout_width
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     from rlhf_kl.commands.stored import Permissions
     from rlhf_kl.commands.subject import Subject
     from rlhf_kl.ppo.heldout import Samples
+    from rlhf_kl.run.folder import RunFolder
 
 STEPS = (0.25, 0.5, 1.0, 1.5, 2.0)  # default targets, over the run's
 FARTHEST = 1.5  # times what training has added: beyond it nothing was measured
@@ -39,7 +42,8 @@ Responses = Annotated[
     typer.Option(metavar="N", min=8, help="Held-out responses at each target; default: 256, or 64 of a slow model."),
 ]
 Save = Annotated[
-    float | None, typer.Option(metavar="TARGET", min=1e-9, help="Write the policy at it: RUN/scaled-TARGET.")
+    float | None,
+    typer.Option(metavar="TARGET", min=1e-9, help="Write the policy at it: RUN/scaled-TARGET; of scale.json at once."),
 ]
 
 
@@ -82,7 +86,8 @@ def frontier(
     """The document of scale.json, and its table; also written into the run's folder, with pictures.
 
     `targets`: KLs in the run's unit; None: around the run's. `save`: one at which the policy is written. `given`: see
-    `resolve`. Errors: InputError for a run that has not ended, or whose policy began elsewhere than its reference.
+    `resolve`. A policy at a target that scale.json has is written without measuring again. Errors: InputError for a run
+    that has not ended, or whose policy began elsewhere than its reference.
     """
     config, folder = permissions.opened(run, None, None)
     assert folder is not None
@@ -93,36 +98,53 @@ def frontier(
         from rlhf_kl.control import adjusts
         from rlhf_kl.report.side_by_side import write_scaled
         from rlhf_kl.run.log import read_jsonl
-    if samples is None:
+    save = None if save is None else shown(save)
+    known = None if save is None or targets or samples else measured(folder, save)
+    if samples is None and known is None:
         samples, why = usual_samples(read_jsonl(folder.metrics), config.rollout.batch_size)
-        log.info(f"{samples} responses at each target: {why} (--samples N draws another number)")
-    subject = Subject(config, folder, permissions, given=given or {})
+        log.info(f"{samples} responses at each target{why} (--samples N draws another number)")
+    subject = Subject(config, folder, permissions, given=given or {}, scored=known is None)
     if not subject.began_at_reference(folder.final):
         raise InputError(
             f"{folder.path}: the policy did not begin as its reference ({config.reference.model}), so nothing is known "
             "of the weights between them: train at other targets (compare)"
         )
-    table = Scaled(subject, samples)
+    table = Scaled(subject, samples, known)
+    if known is not None and save is not None:
+        return known, table.save(save, folder.path / f"scaled-{save:g}")
     goal = config.kl.target_value if adjusts(config.kl.controller.kind) else table.kl(1.0)
     wanted = {*(targets or ()), *([] if save is None else [save])}
     wanted |= {_rounded(step * goal) for step in STEPS} if targets is None else set()
-    log.info(f"{len(wanted)} targets and the trained policy, each sampled up to {TRIES} times")
+    log.info(f"{counted(len(wanted), 'target')} and the trained policy, each sampled up to {TRIES} times")
     for target in sorted(wanted, key=lambda one: abs(math.log(one / table.kl(1.0)))):  # each helps the next
         table.reach(target)
     document = table.to_json()
     text = write_scaled(document, folder, config.run.name, stdout_width())
     if save is not None:
-        place, kl = table.save(save, folder.path / f"scaled-{save:g}")
-        log.info(f"{place} holds the policy at a KL of {kl:.3g} nats per {table.unit}")
+        log.info(table.save(save, folder.path / f"scaled-{save:g}"))
     return document, text
 
 
+def measured(folder: RunFolder, target: float) -> dict[str, Any] | None:
+    """What scale.json tells, if it has this target and is of the run's present policy."""
+    file = folder.scale[0]
+    if not file.is_file() or file.stat().st_mtime < folder.final.stat().st_mtime:
+        return None
+    document = json.loads(file.read_text(encoding="utf-8"))
+    return document if target in [shown(row["target"]) for row in document["rows"]] else None
+
+
+def shown(target: float) -> float:
+    """A target as commands and tables write it."""
+    return float(f"{target:g}")
+
+
 def usual_samples(rows: Sequence[Mapping[str, Any]], batch_size: int) -> tuple[int, str]:
-    """Responses at each target, and why. `rows`: of the run, which measured how long a batch of responses takes."""
+    """Responses at each target, and how long they take. `rows`: of the run, which measured that of a batch."""
     seconds = [value for row in rows if (value := read_number(row, "time/rollout_s")) is not None]
     each = median(seconds) / batch_size if seconds else 0.0
     fitting = MOST if each * MOST <= SECONDS else max(FEWEST, int(SECONDS / each))
-    return fitting, f"each took {each:.2g} s in the run" if each else "the run has no times"
+    return fitting, f": about {duration(each * fitting)} each" if each else ""
 
 
 def _rounded(value: float) -> float:
@@ -136,8 +158,11 @@ class Scaled:
     WARP, 2406.16768, section 3.)
     """
 
-    def __init__(self, subject: Subject, samples: int) -> None:
-        """Measures the policy as it was trained. Errors: InputError if policy and reference are different models."""
+    def __init__(self, subject: Subject, samples: int | None, known: Mapping[str, Any] | None = None) -> None:
+        """Measures the policy as it was trained, or takes what is `known`, of scale.json.
+
+        Errors: InputError if policy and reference are different models.
+        """
         import torch
 
         self.subject, self.unit = subject, subject.config.kl.unit
@@ -154,6 +179,10 @@ class Scaled:
         self.samples: dict[float, Samples] = {}  # by scale, the reference's at 0
         self.scales: dict[float, float] = {}  # by target
         self.too_far: list[float] = []
+        if known is not None:
+            self.reference, self.rows = known["reference"], {row["scale"]: row for row in known["rows"]}
+            self.scales = {shown(row["target"]): row["scale"] for row in known["rows"]}
+            return
         self.measure(1.0)
         if not self.kl(1.0) > 0:
             raise InputError("the policy is its reference: there is nothing to scale")
@@ -230,8 +259,8 @@ class Scaled:
             "too_far": self.too_far,
         }
 
-    def save(self, target: float, place: Path) -> tuple[Path, float]:
-        """Write the policy of a target as an ordinary model folder with its card; the place, and its KL."""
+    def save(self, target: float, place: Path) -> str:
+        """Write the policy of a target as an ordinary model folder with its card; a sentence that says so."""
         from rlhf_kl.models.pretrained import save_generation, save_model
         from rlhf_kl.run.folder import write_folder
         from rlhf_kl.training.card import scaled_card
@@ -248,7 +277,7 @@ class Scaled:
             (folder / "README.md").write_text(card, encoding="utf-8")
 
         write_folder(place, write)
-        return place, self.kl(share)
+        return f"{short_path(str(place))} holds the policy at a KL of {self.kl(share):.3g} nats per {self.unit}"
 
 
 def rise_error(before: Samples, after: Samples) -> float | None:

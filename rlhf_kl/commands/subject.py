@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rlhf_kl.builtin.world import world_file
 from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, located, scorers_of_run
 from rlhf_kl.config.named import NOTHING, Given, scorers_of
 from rlhf_kl.config.schema import TrainConfig
+from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
@@ -42,11 +44,12 @@ class Subject:
         checkpoint: int | None = None,
         reference: str | None = None,
         stored: bool = True,
+        scored: bool = True,
         given: Given = NOTHING,
     ) -> None:
         """`settings`, `folder`: as `Permissions.opened` returns them; the other options as those of `eval`.
 
-        `given`: see `resolve`.
+        `scored`: whether scorers are loaded. `given`: see `resolve`.
         """
         config = on_this_machine(settings, stored=stored)
         loader = Loader(config.run, run_device(config.run), given=given)
@@ -65,14 +68,9 @@ class Subject:
                 files.data, files.eval, sets.given_rows(given.get("data.prompts"), files.data.column)
             )
             config = with_files(config)
-            refused = {} if folder is None else permissions.refused(config)
-            if refused:
-                code = ", ".join(dict.fromkeys(refused.values()))
-                log.warning(f"scores left out that need code or a server of the run ({code}): --plugins runs it")
-            if any(key.startswith(REWARD) for key in refused):  # a sum has no meaning without a term
-                refused |= {key: "" for key in scorers_of(config) if key.startswith(REWARD)}
-            allowed = {key: scorer for key, scorer in scorers_of(config).items() if key not in refused}
-            self.scorers = scorers_of_run(loader, config, folder, allowed)
+            if scored:
+                refused = {} if folder is None else permissions.refused(config)
+                self.scorers = scorers_of_run(loader, config, folder, allowed_scorers(config, refused))
         self.config = config
         self.policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
         self.reference, self.reference_tokenizer = None, None
@@ -142,6 +140,16 @@ class Subject:
         if unscored := figures["unscored"]:
             log.warning(f"scores: the reward returned None for {unscored} of {len(held.firsts)} responses: left out")
         return figures, *every
+
+
+def allowed_scorers(config: TrainConfig, refused: Mapping[str, str]) -> dict[str, ScorerSection]:
+    """The scorers of a config without those that have no permission; an alert names these."""
+    if refused:
+        code = ", ".join(dict.fromkeys(refused.values()))
+        log.warning(f"scores left out that need code or a server of the run ({code}): --plugins runs it")
+    whole = not any(key.startswith(REWARD) for key in refused)  # a sum has no meaning without a term
+    known = scorers_of(config).items()
+    return {key: scorer for key, scorer in known if key not in refused and (whole or not key.startswith(REWARD))}
 
 
 def different(prompts: Prompts) -> int:

@@ -11,7 +11,7 @@ from rlhf_kl.config.schema.eval import scorer_names
 from rlhf_kl.monitors.facts import mean
 from rlhf_kl.report.comparison import Comparison
 from rlhf_kl.shell import shell_command
-from rlhf_kl.text import scorer_label, with_error
+from rlhf_kl.text import counted, scorer_label, with_error
 
 # The limits of a recommended target, chosen on eight seeds of the built-in world, where the true score is known.
 PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
@@ -129,8 +129,7 @@ def sweep_of_scaled(document: Mapping[str, Any]) -> Sweep:
 
 def asked_of(document: Mapping[str, Any]) -> str:
     """How many responses to how many prompts each row of scale.json has."""
-    prompts = document["prompts"]
-    return f"{document['responses']} responses to {prompts} prompt{'s' * (prompts != 1)} of the evaluations"
+    return f"{document['responses']} responses to {counted(document['prompts'], 'prompt')} of the evaluations"
 
 
 def scaled_answer(document: Mapping[str, Any], run: str) -> list[str]:
