@@ -22,7 +22,7 @@ LOW = 30.0  # a log axis of the KL begins so many times below the target
 KL_OVER_TARGET = "KL over its target"
 TRUE = "gold"  # the scorer that is drawn beside the score, and the tint of all that never train
 IN_EVALUATIONS = "mean over the prompts of the evaluations, with one standard error."
-ROOT_KL = "√KL, nats per response"
+ROOT_KL = "√KL (KL in nats per response)"
 
 
 class Style(NamedTuple):

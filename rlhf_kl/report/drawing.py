@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ APART = 1.4  # factor between two values on a logarithmic axis from which both h
 SVG_SIZE, SVG_TYPE = (340, 232), 10.5  # CSS pixels: a little narrower than a phone, so that the text keeps its size
 PNG_WIDTH, PNG_DPI, PNG_TYPE = 6.4, 125, 11.5  # inches
 MOST_TYPE = 1.4  # of a sheet, over that of a single chart
+TITLE = 0.65  # width of a letter of a title, over the size of the type
 SHORT = 6  # letters of names of which a legend has four in a line, else three
 
 Axes = Any  # matplotlib's, which has no annotations
@@ -140,7 +142,8 @@ def save_sheet(
     columns, colours = columns or min(len(charts), 2 if len(charts) in (2, 4) else 3), DARK if dark else LIGHT
     rows = -(-len(charts) // columns)
     width = PNG_WIDTH * (0.6 + 0.3 * columns) if columns > 1 else PNG_WIDTH
-    fits = 72 * ((width - 0.5) / columns - 0.1) / max(1.0, *map(_width, charts), 0.65 * len(heading) / columns)
+    room = 72 * ((width - 0.5) / columns - 0.1)
+    fits = room / max(1.0, *map(_width, charts), 0.65 * len(heading) / columns)
     size = PNG_TYPE * min(max(fits / PNG_TYPE, 0.95), MOST_TYPE) if columns > 1 else PNG_TYPE
     height = (4.1, 2.75, 2.5)[min(columns, 3) - 1] * rows * max(1.0, size / PNG_TYPE) ** 0.5 + 0.3 * bool(heading)
     with _picture_style(size, colours):
@@ -159,7 +162,8 @@ def save_sheet(
                 panel.set_xlabel("")
             if same_y and i % columns:
                 panel.set_ylabel("")
-            panel.set_title(f"{chart.title}\n" if chart.subtitle else chart.title, pad=pad, loc="left")
+            title = textwrap.fill(chart.title, int(room / (TITLE * size) + 0.01))
+            panel.set_title(f"{title}\n" if chart.subtitle else title, pad=pad, loc="left")
             panel.annotate(
                 chart.subtitle, (0, 1), xytext=(0, pad), xycoords="axes fraction", textcoords="offset points",
                 fontsize=size * 0.9, color=colours["muted"], in_layout=False,
@@ -178,7 +182,7 @@ def _width(chart: Chart) -> float:
     for i in range(columns):  # as matplotlib fills them: the first ones have one name more
         first, length = i * (len(names) // columns) + min(i, len(names) % columns), -(-(len(names) - i) // columns)
         legend += 2.8 + 0.54 * max(map(len, names[first : first + length]), default=0)
-    return max(0.62 * len(chart.title), 0.52 * len(chart.subtitle), legend if len(names) > 1 else 0.0)
+    return max(TITLE * len(chart.title), 0.52 * len(chart.subtitle), legend if len(names) > 1 else 0.0)
 
 
 def _legend_columns(names: Sequence[str]) -> int:

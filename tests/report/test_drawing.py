@@ -125,6 +125,16 @@ def test_a_sheet_has_one_label_for_an_axis_and_type_as_large_as_its_titles_allow
     assert max(sizes(tmp_path / "short.svg")) > 1.25 * max(sizes(tmp_path / "long.svg"))
 
 
+def test_a_title_that_is_wider_than_its_chart_is_broken(tmp_path: Path) -> None:
+    """It was written over the title beside it."""
+    names = ("thermostat: too short to say, 22% off", "static: 0.72x the target", "adaptive: held")
+    charts = [Chart(name, name, "KL", [Line("", "kl", [1.0, 2.0], [0.1, 0.2])]) for name in names]
+    save_sheet(charts, tmp_path / "three.svg")
+    text = (tmp_path / "three.svg").read_text(encoding="utf-8")
+    assert [f">{name}<" in text for name in names] == [False, True, True]
+    assert re.search(">thermostat: too short to say,<.*>22% off<", text, re.DOTALL)
+
+
 def test_a_picture_for_dark_pages_is_dark(tmp_path: Path) -> None:
     save_sheet([CHART], tmp_path / "light.png")
     save_sheet([CHART], tmp_path / "dark.png", dark=True)
