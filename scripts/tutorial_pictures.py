@@ -33,7 +33,7 @@ def main() -> None:
     kls = [MOST * i / 400 for i in range(401)]
     totals, tops = [], []
     for tint, beta in zip(ORDERED[::2] + ORDERED[1:2], BETAS, strict=True):
-        totals.append(Line(f"beta {beta:g}", tint, kls, [total(kl, beta) for kl in kls]))
+        totals.append(Line(f"β {beta:g}", tint, kls, [total(kl, beta) for kl in kls]))
         top = best_kl(beta)
         if top <= MOST:
             tops.append(marks("", tint, [top], [total(top, beta)]))
@@ -41,12 +41,12 @@ def main() -> None:
     runs = json.loads((ROOT / "scripts" / "results" / "what_beta_does.json").read_text(encoding="utf-8"))["figures"]
     tried = sorted((float(name.removeprefix("beta-")), figures["kl"]["mean"]) for name, figures in runs.items())
     charts = [
-        Chart("total", "Total reward, by the formula", "2 sqrt(KL) - beta KL", [*totals, *tops], xlabel="KL",
-              ylim=(-5.0, 17.0)),
+        Chart("total", "2 sqrt(KL) - beta KL", "total reward", [*totals, *tops], xlabel="KL",
+              ylim=(-5.0, 17.0), subtitle="dots: the highest points"),
         Chart("formula", "KL of the highest total", "KL", [Line("", "kl", smooth, [best_kl(b) for b in smooth])],
-              xlabel="beta", log="xy"),
-        Chart("runs", "KL of real runs", "nats per token", [Line("", "kl", *zip(*tried, strict=True), marker="o")],
-              xlabel="beta", log="xy"),
+              xlabel="beta", log="xy", subtitle="logarithmic axes"),
+        Chart("runs", "KL of real runs", "KL, nats per token", [Line("", "kl", *zip(*tried, strict=True), marker="o")],
+              xlabel="beta", log="xy", subtitle="logarithmic axes"),
     ]  # fmt: skip
     save_sheet(charts, ROOT / ".github" / "images" / "tutorial.png", columns=3)
 
