@@ -73,7 +73,7 @@ def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
         assert verdict_text(figures) == "no target is held (beta does not depend on the KL)"
     else:
         assert (figures["verdict"], figures["since"], figures["error_since"]) == ("late", 21, pytest.approx(0.04))
-        assert verdict_text(figures) == "target 0.2 reached late (in band from update 21 on, within 4% since)"
+        assert verdict_text(figures) == "target 0.2 reached late (in band from update 21 on, off by 4% since)"
     broken = [*rows[:-1], rows[-1] | {"kl/sequence": None, "kl/error": None}]
     assert control_figures(broken, kl)["kl"] is None
     evaluated = [{"eval/perplexity": 2.9}, *rows, {"eval/perplexity": 3.5}]

@@ -141,7 +141,7 @@ def train_closing(summary: dict[str, Any], config: TrainConfig) -> Closing:
         if name in closing
     }
     if (error := final.get("eval/perplexity_stderr")) is not None:
-        figures["perplexity"] += f" (each ±{format_number(error)}, on the same texts)"
+        figures["perplexity"] = score_text(closing["perplexity"], error)
     shown: dict[str, str | None] = {
         "updates": f"{summary['steps']} in {duration(summary['seconds'])}",
         f"KL per {control['unit']}": f"{format_number(control['kl'])}, {verdict_text(control)}",

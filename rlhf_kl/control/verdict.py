@@ -16,9 +16,9 @@ BAND_FROM = 15  # first update that counts for time in band: before, a KL that s
 HELD_SHARE = 0.9  # of a run that held its target: updates in band, at least; its tail error is at most half of BAND
 END = 10  # updates that closing figures are averaged over
 WORDS = {
-    "held": "target {target:g} held (within {tail_error:.0%} on average)",
-    "late": "target {target:g} reached late (in band from update {since} on, within {error_since:.0%} since)",
-    "missed": "target {target:g} missed (off by {tail_error:.0%} on average)",
+    "held": "target {target:g} held (off by {tail_error:.0%} on average in its second half)",
+    "late": "target {target:g} reached late (in band from update {since} on, off by {error_since:.0%} since)",
+    "missed": "target {target:g} missed (off by {tail_error:.0%} on average in its second half)",
     "short": "{share:.0%} of the target {target:g} in {updates} updates: too short to say more ({why})",
     None: "no target is held (beta does not depend on the KL)",
 }

@@ -78,7 +78,7 @@ def test_one_file_that_shows_text_as_text_and_answers_on_its_first_screen(page: 
     assert 'data-tip="end␣  log π' in text
     # The first screen.
     first = page.partition("<h2>Curves")[0]
-    assert '<span class="status good">target 0.1 held (within' in first
+    assert '<span class="status good">target 0.1 held (off by' in first
     assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)<", first.partition("<details>")[0]) == [
         ("KL", "0.100 of 0.1"), ("Score", "1.00 → 3.00"), ("Held-out perplexity", "3.00 → 3.10"),
     ]  # fmt: skip
