@@ -45,7 +45,7 @@ from rlhf_kl.run.interval import checkpoint_size, interval_words, usual_interval
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
-from rlhf_kl.text import duration, stdout_width
+from rlhf_kl.text import counted, duration, stdout_width
 from rlhf_kl.training import sets
 from rlhf_kl.training.device import SLOWER, half_slowdown, run_device
 from rlhf_kl.training.evaluation import evaluate_policy
@@ -213,11 +213,11 @@ def check_updates(whole: TrainConfig, setup: Setup, processes: int) -> Iterator[
     check_first(row, float32=config.run.dtype == "float32")
     for alert in worded(events):
         yield Finding("doubtful", "update", alert)  # which ends with advice
-    perplexity = f"held-out perplexity {evaluated['eval/perplexity']:.2f} after this update"
-    yield Finding("fine", "eval", f"{perplexity}, on {evaluated['eval/documents']} texts")
+    words = setup.policy.model.config.get_text_config().vocab_size
+    yield judge("eval", perplexity=evaluated["eval/perplexity"], texts=evaluated["eval/documents"], words=words)
     every = config.eval.updates_between
     evaluations = 2 + (config.updates - 1) // every
-    message = f"{config.updates} updates of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
+    message = f"{counted(config.updates, 'update')} of {update:.1f} s, {evaluations} evaluations of {evaluation:.1f} s"
     yield Finding("fine", "time", f"{message}: {run_time(config.updates, every, start, update, evaluation)}")
     yield check_checkpoints(config, training, update)
     device = setup.policy.device
@@ -315,7 +315,7 @@ def check_targets(config: TrainConfig, scores: ReferenceScores) -> Iterator[Find
     if best.n > 1:
         rows += [[f"of best of {best.n}", *(f"{gain / best.gain:.0%}" for gain in gains.values())]]
     table = "\n".join(f"{name:<17}" + "".join(f"{cell:>7}" for cell in cells) for name, *cells in rows)
-    note = f"nats; the {len(scores.shaped)} reference samples, weighted by their scores, tell nothing above {limit:.2g}"
+    note = f"nats; {len(scores.shaped)} reference samples are too few to tell the score above a KL of {limit:.2g}"
     yield Finding("fine", "targets", f"{table}\n{note}" + (f" (the target is {target:g})" if target > limit else ""))
 
 

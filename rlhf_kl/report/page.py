@@ -25,6 +25,7 @@ from rlhf_kl.report.texts import text_figures
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.shell import program_version, source_name
 from rlhf_kl.text import (
+    counted,
     duration,
     format_number,
     format_percent,
@@ -142,7 +143,7 @@ def _subtitle(run: RunResult) -> str:
     config = run.config
     policy = source_name(config.policy.model)
     parts = [f"seed {run.seed}", f"{config.kl.controller.kind} controller", f"policy {policy}",
-             f"{len(run.updates)} updates of {config.rollout.batch_size} responses"]  # fmt: skip
+             f"{counted(len(run.updates), 'update')} of {config.rollout.batch_size} responses"]  # fmt: skip
     if (seconds := read_number(run.summary, "seconds")) is not None:
         parts.append(duration(seconds))
     return " · ".join(parts)

@@ -24,7 +24,7 @@ from rlhf_kl.run.folder import write_atomic
 from rlhf_kl.run.log import encode_json, read_jsonl
 from rlhf_kl.run.run import Run
 from rlhf_kl.seeding import library_state, load_library_state
-from rlhf_kl.text import duration, format_number
+from rlhf_kl.text import counted, duration, format_number
 from rlhf_kl.training.card import model_card
 from rlhf_kl.training.device import run_device
 from rlhf_kl.training.evaluation import evaluate_policy
@@ -245,7 +245,7 @@ class TrainLoop:
             low, high = control.beta_range(config.controlled_updates, batch)
             moves = f"stays at {control.beta:.2g}" if low == high else f"follows its schedule, {low:.2g} to {high:.2g}"
             aim = f"beta {moves}, whatever the KL"
-        log.info(f"{'start checked; ' * first}{aim}; {config.updates} updates of {batch} responses")
+        log.info(f"{'start checked; ' * first}{aim}; {counted(config.updates, 'update')} of {batch} responses")
         events = control.start_events(config.controlled_updates, batch)
         events += self.training.reference_scores.start_events()
         for warning in [*worded(events), *gradient_notes(config), *unused_notes(config)]:

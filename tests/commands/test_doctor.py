@@ -321,7 +321,7 @@ def test_right_or_wrong_is_known_up_to_the_log_of_a_prompts_samples() -> None:
         factor = math.sqrt(8 / 7)  # for the spread of a prompt's few samples
         assert score == pytest.approx(1 / 8 + factor * (q - 1 / 8), abs=0.006)
     assert "480 reference samples" in note
-    assert f"nothing above {0.99 * math.log(8) / 10:.2g} (the target is 0.5)" in note
+    assert f"the score above a KL of {0.99 * math.log(8) / 10:.2g} (the target is 0.5)" in note
 
 
 def test_few_samples_tell_only_a_low_kl_and_equal_ones_nothing() -> None:
