@@ -113,6 +113,7 @@ def _table(figures: dict[str, Any]) -> str:
         notes += " A single prompt tells no error."
     if "forward_kl_token" in figures:
         notes += " KL in nats. Forgetting: KL of the reference to the policy, per token."
+        notes += " Distinct word pairs are fewer among more responses."
     return f"{table}\n{hanging(notes, stdout_width() or 80, 0)}"
 
 

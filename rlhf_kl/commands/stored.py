@@ -19,6 +19,7 @@ from rlhf_kl.errors import InputError, blame, collected, suggestion
 from rlhf_kl.hub import model_on_hub
 from rlhf_kl.report.one_run import stored_config
 from rlhf_kl.run.folder import NO_CHECKPOINTS, RunFolder, checkpoint_folders, checkpoint_step, newest_run
+from rlhf_kl.shell import short_path
 from rlhf_kl.templates import column
 from rlhf_kl.ui import log
 
@@ -50,6 +51,8 @@ class Permissions:
             return self.added_to(TrainConfig.model_validate(world | {"run": {"dtype": "auto"}})), None
         folder = RunFolder(run or newest_run(finished=True))
         folder.require_run()
+        if run is None:
+            log.info(f"the newest run: {short_path(str(folder.path))}")
         steps = [str(checkpoint_step(path)) for path in checkpoint_folders(folder.checkpoints)]
         if step is not None and str(step) not in steps:
             hint = suggestion(str(step), steps) if steps else NO_CHECKPOINTS
