@@ -130,8 +130,9 @@ def no_such_file(name: str | Path, *folders: Path) -> InputError:
             f"{name} is an address: only local files and ids of the hub (owner/name) are read; download it"
         )
     given, places = Path(name).expanduser(), list(dict.fromkeys(folders or [Path.cwd()]))
-    names = [file.name for place in places for file in (place / given.parent).glob("*")]
+    files = [file for place in places for file in (place / given.parent).glob("*")]
+    names = [file.name for file in files if file.is_file() or not given.suffix]
     hint = "" if given.is_absolute() else f" (looked in {' and '.join(map(str, places))})"
     if close := nearest(given.name, names):
         hint += f"; did you mean {given.with_name(close)}?"
-    return InputError(f"no such file: {name}{hint}")
+    return InputError(f"no such file{'' if given.suffix else ' or folder'}: {name}{hint}")

@@ -29,7 +29,7 @@ class HubName(NamedTuple):
 def looks_like_path(value: str) -> bool:
     """Whether a value can only be a path or address, also where there is no such file."""
     named = value.lower().removesuffix(GZIP).endswith((*DATA_SUFFIXES, GGUF))
-    return named or is_address(value) or value.startswith((".", "/", "~"))
+    return named or is_address(value) or value.startswith((".", "/", "~")) or value.endswith("/")
 
 
 def data_suffix(name: str) -> str:

@@ -27,7 +27,8 @@ def show(file: File, sets: Set = None) -> None:
 
 @app.command(cls=Command)
 def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
-    """Check a config and list all of its problems. It runs none of the code that the config names."""
+    """Check keys, values and paths, and list every problem. `doctor` also checks models, data and your code."""
+    from rlhf_kl.builtin.world import GOLD
     from rlhf_kl.config.named import plugin_notes, plugins_of
     from rlhf_kl.config.paths import find_config
     from rlhf_kl.config.resolve import load_config
@@ -49,7 +50,8 @@ def validate(file: File, sets: Set = None, as_json: Json = False) -> int:
         raise InputError(*problems)
     for note in notes:
         print(f"note: {safe_text(note)}", file=sys.stderr)
-    unseen = ", but for the code that it names, which doctor checks" if any(map(plugins_of, configs)) else ""
+    own = any(plugin.ref != GOLD for config in configs for plugin in plugins_of(config))
+    unseen = ", but for the code that it names, which doctor checks" * own
     print(f"{safe_text(file)}: ok{unseen}")
     return 0
 

@@ -28,6 +28,7 @@ from rlhf_kl.run.folder import (
 )
 from rlhf_kl.run.signals import ending_on_sigterm
 from rlhf_kl.shell import NUMBER, cores
+from rlhf_kl.text import counted
 from rlhf_kl.training.device import on_this_machine
 from rlhf_kl.ui import log
 
@@ -51,10 +52,10 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
         if run not in waiting:  # an earlier process may have died between the two
             dropped += drop_checkpoints(run)
     jobs = max(1, min(jobs, len(waiting)))
-    log.info(f"{len(plan.runs)} runs: {len(plan.runs) - len(waiting)} finished, {len(waiting)} to train")
+    log.info(f"{counted(len(plan.runs), 'run')}: {len(plan.runs) - len(waiting)} finished, {len(waiting)} to train")
     running: dict[str, tuple[PlannedRun, subprocess.Popen[bytes]]] = {}
     failures: list[str] = []
-    began, counted = time.time(), Counter[str]()
+    began, told = time.time(), Counter[str]()
     try:
         with ending_on_sigterm(), ui.progress("training", sum(run.config.updates for run in waiting)) as advance:
             while waiting or running:
@@ -64,9 +65,9 @@ def train_grid(plan: ComparePlan, *, jobs: int, overwrite: bool) -> list[str]:
                 time.sleep(POLL_S)
                 for run, process in list(running.values()):
                     ended = process.poll() is not None
-                    if new := _updates_since(began, run) - counted[run.name]:
-                        counted[run.name] += new
-                        advance(new, note=f"{run.name} {counted[run.name]}/{run.config.updates}")
+                    if new := _updates_since(began, run) - told[run.name]:
+                        told[run.name] += new
+                        advance(new, note=f"{run.name} {told[run.name]}/{run.config.updates}")
                     if ended:
                         del running[run.name]
                         failures += [run.name] * (not tell_end(run, process.returncode, _log_file(plan, run)))

@@ -39,6 +39,7 @@ def find_config(name: str | Path, *, folder: Path | None = None, but: Path | Non
         raise InputError(f"{name} is a folder, not a config file")
     files = [path for place in places for path in place.glob("[!.]*.y*ml") if path.resolve() != but]
     known = {path.stem: path.name for path in files}
+    known |= {path.stem: str(given.with_name(path.name)) for path in (here / given.parent).glob("[!.]*.y*ml")}
     close = nearest(given.stem, known)  # without the file extension, which is always .yaml
     shipped = shipped_configs()
     own = [path.name for path in files if path.parent.resolve() != shipped.resolve()]

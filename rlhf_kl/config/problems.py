@@ -28,6 +28,8 @@ EXPECTED = {
     "dict_type": "a mapping",
     "model_attributes_type": "a mapping",
 }
+# The key of a section that is meant where the section itself has a value.
+MEANT = {"policy": "model", "reference": "model", "data": "prompts", "eval": "texts", "kl": "target", "reward": "model"}
 
 
 def checked(model: type[AnySection], raw: dict[str, Any]) -> AnySection:
@@ -102,6 +104,8 @@ def _describe(error: ValidationError, model: type[Section], raw: dict[str, Any])
         elif kind != "default_factory_not_called":  # which follows from another problem
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
+            if path in MEANT and type(value) in (str, int, float):
+                phrases[-1] += f", such as {{{MEANT[path]}: {value}}}"
             null = ["null"] if _may_be_null(_section(model, parents), key) else []
             found[path] = [f"{path} must be {' or '.join([*phrases, *null])}: {_shown(value)}"]
     return found

@@ -194,7 +194,7 @@ class Guard:
                 raise
             beta = returned if is_number(returned) else self._held()
             if beta is None:
-                given = f"returned {type(returned).__name__}, no number"
+                given = f"returned {'None' if returned is None else type(returned).__name__}, no number"
                 raise InputError(
                     f"kl.controller: {self.kind}.update {given}, and no attribute {', '.join(COEF_NAMES)} holds beta"
                 )

@@ -203,7 +203,7 @@ def test_a_mistake_is_told_with_its_key_its_value_and_the_next_step(
     assert [path.name for path in (own / "thesis").iterdir()] == ["thesis.tex"]
 
 
-NO_MODEL = "neither a folder nor a hub id (owner/name, owner/name@revision): no such file: no/such/model"
+NO_MODEL = "neither a folder nor a hub id (owner/name, owner/name@revision): no such file or folder: no/such/model"
 UNLOADED = {
     "eval --run nope": ["nope: holds no run"],
     "eval --model tiny --reference thesis --texts column.jsonl": [

@@ -39,7 +39,7 @@ from rlhf_kl.errors import suggestion
 
 class PolicySection(TunedSection):
     model: Source
-    """Starting policy: a local folder, a hub id (owner/name, owner/name@revision), or builtin:NAME."""
+    """Starting policy: a local folder, a GGUF file, a hub id (owner/name, owner/name@revision), or builtin:reviews."""
     value: Literal["features", "head", "separate"] = "features"
     """Value function: features = a small network on hidden states of the reference and the reward model; head =
     a head on the policy; separate = another model, initialised from the reward model."""
