@@ -65,11 +65,11 @@ def evaluate(
         raise InputError("--tokens needs held-out prompts, which a --model has not: name a --run or a --config")
     if model is not None and texts is None and not is_builtin(model):
         raise InputError("--model needs --texts, the held-out texts: a file, a hub id, or builtin:NAME")
+    ui.start(quiet)
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     settings, folder = permissions.opened(run, model, checkpoint, config)
     options_of = {"--model": model, "--reference": reference}
     check_given(options_of, "--texts", texts, column or settings.eval.column, settings)
-    ui.start(quiet)
     with ui.progress("loading torch"):
         from rlhf_kl.commands.subject import Subject, different
         from rlhf_kl.ppo.heldout import own_figures

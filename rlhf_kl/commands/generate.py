@@ -51,6 +51,7 @@ def generate(
 
     of_runs = of_a_run(checkpoint=checkpoint, with_reference=with_reference, scores=scores, plugins=plugins)
     refuse(*excluded(run, model, prompt, prompts), *(of_runs if model is not None else ()))
+    ui.start(quiet)
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     config, folder = permissions.opened(run, model, checkpoint)
     refused = {key: ref for key, ref in permissions.refused(config).items() if key.startswith("reward")}
@@ -61,7 +62,6 @@ def generate(
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = config.model_copy(update={"rollout": rollout})
-    ui.start(quiet)
     with ui.progress("loading torch"):
         from rlhf_kl.commands.responses import chosen_prompts, load_models, response_rows
     with ui.progress("loading the models and prompts"):

@@ -29,7 +29,8 @@ EXPECTED = {
     "model_attributes_type": "a mapping",
 }
 # The key of a section that is meant where the section itself has a value.
-MEANT = {"policy": "model", "reference": "model", "data": "prompts", "eval": "texts", "kl": "target", "reward": "model"}
+MEANT = {"policy": "model", "reference": "model", "reward": "model", "data": "prompts", "eval": "texts"}
+MEANT |= {"kl": "target", "kl.controller": "kind", "kl.ceiling": "value", "policy.lora": "r"}
 
 
 def checked(model: type[AnySection], raw: dict[str, Any]) -> AnySection:
@@ -105,7 +106,7 @@ def _describe(error: ValidationError, model: type[Section], raw: dict[str, Any])
             phrases = expected.setdefault(path, [])
             phrases.append(EXPECTED.get(kind) or problem["msg"].removeprefix("Input should be "))
             if path in MEANT and type(value) in (str, int, float):
-                phrases[-1] += f", such as {{{MEANT[path]}: {value}}}"
+                phrases[-1] += f" like {{{MEANT[path]}: {value}}}"
             null = ["null"] if _may_be_null(_section(model, parents), key) else []
             found[path] = [f"{path} must be {' or '.join([*phrases, *null])}: {_shown(value)}"]
     return found

@@ -79,7 +79,7 @@ CHECKS = {
         change="a larger rollout.max_new_tokens, or reward.missing_eos_penalty=0: else it learns to end before all "
         "else"),
     "eval": Check("eval", "held-out perplexity {perplexity:.4g} after this update, on {texts} texts",
-        lambda f: f["perplexity"] < f["words"], doubt=": worse than a guess among the {words:,} tokens",
+        lambda f: f["perplexity"] < 2 * f["words"], doubt=": worse than a guess among the {words:,} tokens",
         change="eval.texts in the language that the model was trained on"),
     "checkpoint": Check("checkpoint", "{often}; {count} of them take {need}, of {room} that are free",
         lambda f: f["fits"], change="room on the disk, another run.output_dir or checkpoint.keep=1"),

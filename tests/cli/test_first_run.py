@@ -17,7 +17,7 @@ import typer
 
 from rlhf_kl import cli
 from rlhf_kl.commands.options import Command, Group
-from rlhf_kl.errors import GuardStop, Interrupted, RlhfKlError
+from rlhf_kl.errors import GuardStop, InputError, Interrupted, RlhfKlError
 from rlhf_kl.plugins import load_attribute
 from rlhf_kl.training.load import Loader
 from tests.runs import Cli
@@ -125,13 +125,17 @@ MISTAKES = [
     (CHECK + "policy.model=s3://bucket/x", "policy.model: s3://bucket/x is an address"),
     (CHECK + "data.prompts=https://x.org/p.jsonl", "data.prompts: https://x.org/p.jsonl is an address"),
     (CHECK + "run.dtype=bf16", "run.dtype", "'bf16'", "'bfloat16'"),
-    (CHECK + "kl.ceiling=2", "kl.ceiling", "a mapping or null: 2"),
+    (CHECK + "kl=0.05", "kl must be a mapping like {{target: 0.05}}: 0.05"),
+    (CHECK + "kl.ceiling=2", "kl.ceiling must be a mapping like {{value: 2}} or null: 2"),
+    (CHECK + "kl.ceiling=true", "kl.ceiling must be a mapping or null: true"),
     (CHECK + TERM % ("sentences", "heavy"), "reward.terms.short.weight", "'heavy'", "a number"),
     (CHECK + TERM % ("sentence", "1.0"), "reward.terms.short.kind", "'sentence'", "did you mean sentences?"),
     (TRAIN + "rollout.max_new_tokens=600", "rollout.max_new_tokens: 600 + a prompt > 160", "lower it"),
     # files
     (CHECK + "data.prompts=promts.jsonl", "data.prompts", "promts.jsonl (looked in {here})", "mean prompts.jsonl?"),
     (CHECK + "policy.model=./tinny", "policy.model", "./tinny", "did you mean tiny?"),
+    (CHECK + "policy.model=tinny/", "policy.model: no such file or folder: tinny/ (looked in ", "did you mean tiny?"),
+    ("config validate runs/mine/confg.yml", "did you mean runs/mine/config.yaml?"),
     (TRAIN + "data.column=promt", "prompts.jsonl: row 1", "'promt'", "did you mean prompt?"),
     (TRAIN + "reward.kind=mine.py:column", "reward", "'answr'", "did you mean answer?"),
     (TRAIN + "reward.kind=mine.py:raises", "reward", r"RuntimeError: \x1b[2Jthe server", "(mine.py:13)"),
@@ -185,6 +189,21 @@ MISTAKES = [
     ("doctor mine.yaml --steps 10", "--steps", "did you mean --updates N?"),
     ("doctor mine.yaml --updates 3 --set ppo.total_episodes=9", "--updates 3", "ppo.total_episodes", "choose one"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["eval", "generate --prompt It", "scale"])
+def test_a_command_names_the_newest_run_where_it_takes_it(command: str, own: Path, ran: str, rlhf_kl: Cli) -> None:
+    def enough(*_: object, **given: object) -> None:
+        raise InputError("enough")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("subject", "responses"):
+            patch.setattr(f"rlhf_kl.commands.{module}.Loader", enough)  # which they need next
+        done = rlhf_kl(*shlex.split(command))
+        named = rlhf_kl(*shlex.split(command), *(["runs/mine"] if command == "scale" else ["--run", "runs/mine"]))
+    assert "the newest run: runs/mine\n" in done.err
+    assert "newest" not in named.err
+    assert done.err.endswith("error: enough\n")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[line for line, *_ in MISTAKES])

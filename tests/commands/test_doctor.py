@@ -28,6 +28,7 @@ from rlhf_kl.commands.findings import (
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.models.lm import LM
+from rlhf_kl.monitors.readiness import judge
 from rlhf_kl.ppo.reference import ReferenceScores, reference_responses
 from rlhf_kl.sharding import can_shard
 from rlhf_kl.types import Sampling
@@ -394,3 +395,10 @@ def test_a_rate_that_does_not_fit_the_size(parameters: float, rate: float, level
         again = check_rate(config(ppo={"learning_rate": float(better[1])}), Sized(parameters))
         assert again.level == "fine"
     assert check_rate(config(), Sized(parameters)).level == "fine"
+
+
+def test_a_perplexity_above_a_guess_among_the_words_is_doubtful() -> None:
+    """That of a guess among 300 words is 300, of random weights a little more. doctor called 4,800,000 fine."""
+    fine, wrong = (judge("eval", perplexity=value, texts=20, words=300) for value in (301.0, 4.8e6))
+    assert (fine.level, wrong.level) == ("fine", "doubtful")
+    assert "held-out perplexity 4.8e+06 after this update, on 20 texts: worse than a guess among the 300 " in wrong.text

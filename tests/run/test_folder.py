@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_kl.errors import InputError
+from rlhf_kl.errors import InputError, no_such_file
 from rlhf_kl.run.folder import RunFolder, lock_run_folder, newest_run, sweep, write_atomic, write_folder
 from rlhf_kl.run.log import JsonlWriter, read_jsonl, write_json
 
@@ -344,3 +344,13 @@ def test_files_of_a_users_in_a_folder_that_is_replaced_are_told(tmp_path: Path, 
     (tmp_path / place / name).touch()
     with pytest.raises(InputError, match=rf"{place}/{re.escape(name)}"):
         folder.check_models()
+
+
+def test_the_nearest_file_is_no_folder_where_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "main.py").touch()
+    assert "did you mean main.py?" in str(no_such_file("mine.py", tmp_path))
+    (tmp_path / "main.py").unlink()
+    assert "did you mean" not in str(no_such_file("mine.py", tmp_path))
+    assert str(no_such_file("mime", tmp_path)).startswith("no such file or folder: mime (looked in ")
+    assert "did you mean mine?" in str(no_such_file("mime", tmp_path))
