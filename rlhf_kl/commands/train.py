@@ -23,12 +23,14 @@ from rlhf_kl.commands.options import (
     Updates,
     read_config,
 )
+from rlhf_kl.run.folder import RunFolder, check_folder
 from rlhf_kl.shell import shell_command, short_path
 from rlhf_kl.text import duration, format_number, score_text, scorer_label, start_to_end
 from rlhf_kl.ui import log
 
 if TYPE_CHECKING:
     from rlhf_kl.config.schema import RewardModelConfig, SFTConfig, TrainConfig
+    from rlhf_kl.config.schema.sections import RunSection
     from rlhf_kl.run.run import Run
 
 Closing = tuple[dict[str, object], list[str]]
@@ -49,6 +51,7 @@ def train(
     """Train a policy with PPO and keep its KL to the reference at the target."""
     settings = read_config("train", config, set_, output_dir, seed, updates)
     ui.start(quiet)
+    refuse_taken(settings.run, resume=resume, overwrite=overwrite)
     with ui.progress("loading torch"):
         from rlhf_kl.report.texts import held_out_texts, titled_answers
         from rlhf_kl.run.log import encode_json
@@ -76,11 +79,18 @@ def supervised(
     kind: Any = context.info_name
     settings = read_config(kind, config, set_, output_dir, seed)
     ui.start(quiet)
+    refuse_taken(settings.run, resume=resume, overwrite=overwrite)
     with ui.progress("loading torch"):
         from rlhf_kl.commands.sft import run_supervised
 
     if summary := train_command(run_supervised, settings, resume=resume, overwrite=overwrite, merge=merge):
         ui.print_summary(*supervised_closing(summary, settings))
+
+
+def refuse_taken(run: RunSection, *, resume: bool, overwrite: bool) -> None:
+    """Refuse the folder of another run before torch is imported; of several processes one may have begun to write."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        check_folder(RunFolder(Path(run.output_dir)), resume=resume, overwrite=overwrite)
 
 
 def train_command(

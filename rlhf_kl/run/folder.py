@@ -180,10 +180,8 @@ def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[s
     A run in it stays with either option. Errors: InputError if the folder holds a run and neither option is set, if
     it holds files that are not a run, if another run is using the folder, and if it cannot be written.
     """
-    if resume and overwrite:
-        raise InputError("--resume and --overwrite exclude each other: choose one")
     try:
-        _refuse(folder, may_hold_run=resume or overwrite)  # before anything is touched
+        check_folder(folder, resume=resume, overwrite=overwrite)  # before anything is touched
         folder.path.mkdir(parents=True, exist_ok=True)
         if (folder.path / LOCK).is_symlink():
             (folder.path / LOCK).unlink()
@@ -205,8 +203,11 @@ def lock_run_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> IO[s
     return lock
 
 
-def _refuse(folder: RunFolder, *, may_hold_run: bool) -> None:
-    path = folder.path
+def check_folder(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
+    """Errors: InputError for what `lock_run_folder` refuses, but for a run that another process is writing."""
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite exclude each other: choose one")
+    path, may_hold_run = folder.path, resume or overwrite
     if not path.exists():
         return
     if not path.is_dir():

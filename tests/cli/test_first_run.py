@@ -237,6 +237,8 @@ UNLOADED = {
         f"policy.model: {NO_MODEL}",
         "eval.scorers.gold.model: {here}/thesis: the folder has no config.json",
     ],
+    "train --config mine.yaml --output-dir thesis": ["{here}/thesis is not empty and not a run of this program: "],
+    "train --config mine.yaml --resume --overwrite": ["--resume and --overwrite exclude each other"],
     "doctor --config mine.yaml --pairs column.jsonl": ["--pairs: column.jsonl: row 1 has no column 'chosen'"],
     "reward-model --config reward_reviews.yaml --set policy.model=no/such/model --set data.pairs=column.jsonl": [
         f"policy.model: {NO_MODEL}"
