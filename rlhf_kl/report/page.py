@@ -110,7 +110,7 @@ def _cards(run: RunResult) -> list[tuple[str, str, str, str]]:
     kl, target, cost = figures["kl"], figures["target"], figures["perplexity_cost"]
     aimed = kl is not None and adjusts(run.config.kl.controller.kind)
     error = score_error(run.updates)
-    share = format_percent(read_number(run.summary, "tilt_share"))
+    share = "-" if figures["verdict"] == "short" else format_percent(read_number(run.summary, "tilt_share"))
     cards = [
         ("kl", "KL", format_number(kl) + f" of {target:g}" * aimed,
          f"nats per {run.unit}" + ", without a target" * (not aimed)),

@@ -341,5 +341,5 @@ class Run:
         self._saving.wait()
         complete = [each.step for each in checkpoints(self.folder.checkpoints)]
         if not complete:
-            return "there is no checkpoint yet: start the command again"
+            return "there is no checkpoint yet: --resume begins anew"
         return f"the checkpoint of step {complete[-1]} is complete: --resume goes on from it"
