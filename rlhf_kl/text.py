@@ -143,6 +143,13 @@ def score_text(figure: Iterable[float | None], error: float | None) -> str:
     return start_to_end(figure) + ("" if error is None else f" (±{format_number(error)} at the end)")
 
 
+def cut(text: str, most: int) -> str:
+    """Its first characters, or its last ones for a negative number of them; "…" stands for the others."""
+    if len(text) <= abs(most):
+        return text
+    return f"{text[:most]}…" if most > 0 else f"…{text[most:]}"
+
+
 def counted(number: int, noun: str) -> str:
     """`1 update`, `2 updates`."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from rlhf_kl.text import format_number, format_percent, hanging, read_number, safe_text, stdout_width, with_error
+from rlhf_kl.text import (
+    counted,
+    cut,
+    format_number,
+    format_percent,
+    hanging,
+    read_number,
+    safe_text,
+    stdout_width,
+    with_error,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +86,12 @@ def test_a_figure_with_its_error(value: float | None, error: float | None, text:
 def test_shares() -> None:
     shares = [format_percent(0.126), format_percent(0.126, signed=True), format_percent(None), format_percent(math.inf)]
     assert shares == ["13%", "+13%", "-", "∞"]
+
+
+def test_a_text_that_is_cut_says_so() -> None:
+    assert [cut("How does a bicycle", most) for most in (18, -18, 3, -7)] == [
+        *["How does a bicycle"] * 2,
+        "How…",
+        "…bicycle",
+    ]
+    assert [counted(number, "update") for number in (0, 1, 2)] == ["0 updates", "1 update", "2 updates"]

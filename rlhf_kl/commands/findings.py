@@ -45,7 +45,7 @@ from rlhf_kl.run.interval import checkpoint_size, interval_words, usual_interval
 from rlhf_kl.run.log import check_installed
 from rlhf_kl.seeding import seed_libraries
 from rlhf_kl.supervised.figures import histogram, pair_figures, sketch
-from rlhf_kl.text import counted, duration, stdout_width
+from rlhf_kl.text import counted, cut, duration, stdout_width
 from rlhf_kl.training import sets
 from rlhf_kl.training.device import SLOWER, half_slowdown, run_device
 from rlhf_kl.training.evaluation import evaluate_policy
@@ -335,7 +335,7 @@ def check_samples(rollout: RolloutBatch, reward: RewardModel | None) -> Finding:
     """Responses of the starting policy with their scores; doubtful where most of a batch are the same text."""
     scores = rollout.scores[REWARD].tolist()
     rows = list(zip(rollout.prompts, rollout.responses, scores, strict=True))[:SAMPLES]
-    message = "\n".join(f"{prompt[-30:]!r} -> {response[:60]!r}: {score:.4g}" for prompt, response, score in rows)
+    message = "\n".join(f"{cut(asked, -30)!r} -> {cut(response, 60)!r}: {score:.4g}" for asked, response, score in rows)
     if reward is not None:
         message += f"\nThe score is {reward.words()}"
     text, count = Counter(response.strip() for response in rollout.responses).most_common(1)[0]

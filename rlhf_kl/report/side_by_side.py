@@ -22,7 +22,7 @@ from rlhf_kl.report.texts import across
 from rlhf_kl.run.folder import RunFolder, write_atomic
 from rlhf_kl.run.log import write_json
 from rlhf_kl.shell import short_path
-from rlhf_kl.text import hanging, safe_text, text_table
+from rlhf_kl.text import cut, hanging, safe_text, text_table
 
 PROMPT = 160  # characters of a prompt that are shown, its end
 
@@ -85,7 +85,7 @@ def write_scaled(document: Mapping[str, Any], folder: RunFolder, name: str, widt
     texts = [
         (
             f"KL target {row['target']:g} (scale {row['scale']:.2f})",
-            [(text["prompt"].strip()[-PROMPT:], response_figures(text), text["text"]) for text in row["texts"]],
+            [(cut(text["prompt"].strip(), -PROMPT), response_figures(text), text["text"]) for text in row["texts"]],
         )
         for row in document["rows"]
     ]

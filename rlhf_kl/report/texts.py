@@ -14,7 +14,7 @@ from rich.text import Text
 from rlhf_kl.config.schema.eval import scorer_names
 from rlhf_kl.run.folder import RunFolder
 from rlhf_kl.run.log import EVALUATED, NOT_HELD_OUT, read_jsonl
-from rlhf_kl.text import format_number, read_number, safe_text, scorer_label
+from rlhf_kl.text import cut, format_number, read_number, safe_text, scorer_label
 
 TITLE = "\n{prompts}, answered by both (KL in nats per response):"
 KINDS = {False: "Held-out prompts", True: "Prompts of the training (too few to hold some out)"}
@@ -64,7 +64,7 @@ def answers(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
     """`held_out_texts` for a terminal: reference (if any) and policy at the end, side by side where there is room."""
     parts: list[RenderableType] = [Text(title, style="bold")] if texts and title else []
     for each in texts:
-        prompt = Text(safe_text(each["prompt"].strip()[-LONGEST:], keep_newlines=True), style="cyan")
+        prompt = Text(safe_text(cut(each["prompt"].strip(), -LONGEST), keep_newlines=True), style="cyan")
         own = _shown("policy", each["policy"][-1])
         pair = Columns([_shown("reference", each["reference"]), own], width=COLUMN) if "reference" in each else own
         parts += [prompt, pair, ""]
