@@ -110,8 +110,8 @@ class RolloutSection(Section):
     reference_samples: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
     """Most responses sampled from the reference at the start, to normalise scores and to compute the starting beta.
 
-    null = an eighth of ppo.total_episodes, at most 1024, at least 128 (in a short run a quarter, at least 64). Sampling
-    ends earlier once both are known.
+    null = an eighth of ppo.total_episodes, at most 1024, at least 128 (under 512 episodes a quarter of them, at least
+    64). Sampling ends earlier once both are known.
     """
 
     @model_validator(mode="after")
