@@ -34,6 +34,7 @@ TABLE: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "samples": [(SAME | {"most": x}, x < 3) for x in (2, 3)],
     "free endings": [(ENDS | {"rate": 0.0}, True)],
     "endings": [(ENDS | {"rate": x}, x > 0.1) for x in (0.1, 0.11)],
+    "eval": [({"perplexity": x, "texts": 20, "words": 300}, x < 600) for x in (301.0, 4.8e6)],  # random weights: 301
     "checkpoint": [({"often": "", "count": 4, "need": "1 MB", "room": "2 MB", "fits": x}, x) for x in (True, False)],
     "memory": [(PEAK | {"peak": x}, x <= 2) for x in (2.0, 2.1)],
 }
