@@ -91,7 +91,7 @@ GAIN = "95% of the most that this KL allows"
 @pytest.mark.parametrize(
     ("kls", "mean_of", "kl", "score", "gain"),
     [
-        ([0.1] * 20 + [0.11] * 20, 10, "0.110, target 0.1 held (off by 10% ", "1.00 -> 1.10", GAIN),
+        ([0.1] * 20 + [0.11] * 20, 10, "0.110, target 0.1 held (off ", "1.00 -> 1.10", GAIN),
         ([0.02, 0.04, 0.06, 0.08], 2, "0.070, 70% of the target 0.1 ", "0.200 -> 0.700", None),
     ],
 )

@@ -349,8 +349,8 @@ def test_files_of_a_users_in_a_folder_that_is_replaced_are_told(tmp_path: Path, 
 def test_the_nearest_file_is_no_folder_where_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "main.py").touch()
-    assert "did you mean main.py?" in str(no_such_file("mine.py", tmp_path))
+    assert "mean main.py?" in str(no_such_file("mine.py", tmp_path))
     (tmp_path / "main.py").unlink()
     assert "did you mean" not in str(no_such_file("mine.py", tmp_path))
-    assert str(no_such_file("mime", tmp_path)).startswith("no such file or folder: mime (looked in ")
-    assert "did you mean mine?" in str(no_such_file("mime", tmp_path))
+    assert "or folder: mime" in str(no_such_file("mime", tmp_path))
+    assert "mean mine?" in str(no_such_file("mime", tmp_path))
