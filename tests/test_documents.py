@@ -92,6 +92,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], P
         shutil.copytree(world_file(WORLD, "reward"), tmp_path / "other-reward-model")
         rows = [row | {"answer": "fine"} for row in read_rows(Path(world_file(WORLD, "prompts")))[:16]]
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "prompts").mkdir()
+        (tmp_path / "prompts" / "some.txt").write_text("".join(f"{row['prompt']}\n" for row in rows))
         texts = [row["text"] for row in read_rows(Path(world_file(WORLD, "heldout")))[:4]]
         (tmp_path / "heldout.txt").write_text("\n\n".join(texts))
         labelled = [{"text": text, "label": i % 2} for i, text in enumerate(texts)]

@@ -32,7 +32,7 @@ from rlhf_kl.ui import log
 T = TypeVar("T")
 Reader = Callable[[list[dict[str, Any]], str], Read[T]]
 HELDOUT_SHARE = 20  # one of this many distinct rows is held out,
-LEAST_HELDOUT = 4  # and at least so many: fewer tell nothing of their error
+SEVERAL_HELDOUT = 4  # and of several at least so many: two or three tell nothing of their error
 CHARACTERS = 8_000  # of the texts that a run's evaluations read by default: about 2,000 tokens
 FEWEST_TEXTS = 4  # however long
 
@@ -163,7 +163,7 @@ def divided(
 ) -> tuple[list[T], list[T]]:
     """Training rows and held-out rows: `kept`, or one in twenty of the distinct identities, with all of its rows.
 
-    At least four are held out.
+    In place of two or three, four are held out.
     Rows with the same identity (the same text, the same prompt of several pairs) stay together, so nothing leaks.
     Errors: InputError for fewer than twenty distinct ones, and where no row is left to train on.
     """
@@ -171,7 +171,8 @@ def divided(
         keys = list(dict.fromkeys(map(identity, train)))
         if len(keys) < HELDOUT_SHARE:
             raise InputError(f"{key}: {len(keys)} different rows are too few to split: name a held-out data set")
-        apart = set(drawn(keys, max(len(keys) // HELDOUT_SHARE, LEAST_HELDOUT)))
+        count = len(keys) // HELDOUT_SHARE
+        apart = set(drawn(keys, count if count == 1 else max(count, SEVERAL_HELDOUT)))
         return [row for row in train if identity(row) not in apart], [row for row in train if identity(row) in apart]
     apart = {identity(row) for row in kept}
     rest = [row for row in train if identity(row) not in apart]

@@ -184,8 +184,7 @@ def test_scores_that_need_a_plugin_need_a_permission(rlhf_kl: Cli, place: Path) 
     assert line.endswith("--plugins runs it")
     figures = json.loads(without.out)
     allowed = document(rlhf_kl("eval", "--run", "run", "--json", "--plugins", "--quiet"))
-    other = {name for name in figures if figures[name] != allowed[name]}
-    assert other == {"scores", "scores_stderr", "reference", "texts"}
+    assert {name for name in figures if figures[name] != allowed[name]} == {"scores", "reference", "texts"}
     assert allowed.keys() - figures.keys() == {"same", "same_stderr"}
     assert "of" not in figures["texts"][0]["policy"][0]
     assert figures["reference"]["scores"] is figures["scores"] is figures["texts"][0]["policy"][0]["score"] is None
