@@ -110,7 +110,7 @@ def test_a_healthy_run_is_fine(doctor: Doctor, tmp_path: Path) -> None:
     assert "6 updates of" in found["time"][0][1]
     assert "in all; `train --updates N` makes N" in found["time"][0][1]
     assert re.match(r"a checkpoint every 2 updates \(1 MB, .*\); 12 of them take 1 MB, of ", found["checkpoint"][0][1])
-    assert re.match(r".* (99|100)% of the most tokens possible, measured; ", found["memory"][0][1])
+    assert "100% of the most tokens possible, measured; " in found["memory"][0][1]
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]  # it leaves nothing for a run to find
 
 

@@ -91,14 +91,14 @@ GAIN = "95% of the most that this KL allows"
 @pytest.mark.parametrize(
     ("kls", "mean_of", "kl", "score", "gain"),
     [
-        ([0.1] * 20 + [0.11] * 20, 10, "0.110, target 0.1 held (off ", "1.00 -> 1.10", GAIN),
-        ([0.02, 0.04, 0.06, 0.08], 2, "0.070, 70% of the target 0.1 ", "0.200 -> 0.700", None),
+        ([0.1] * 20 + [0.11] * 20, 10, r"0\.110, .* 0\.1 held \(.* 10% ", "1.00 -> 1.10", GAIN),
+        ([0.02, 0.04, 0.06, 0.08], 2, r"0\.070, 70% of .* 0\.1 ", "0.200 -> 0.700", None),
     ],
 )
 def test_the_verdict_on_the_target(kls: list[float], mean_of: int, kl: str, score: str, gain: str | None) -> None:
     """The KL of a short run is noise."""
     figures, _ = train_closing(summary(kls), TrainConfig())
-    assert figures["KL per token"].startswith(kl)
+    assert re.match(kl, str(figures["KL per token"]))
     assert (figures["score"], figures["held-out perplexity"], figures.get("score gain")) == (score, "3.50", gain)
     assert f"last {mean_of}" in figures["figures"]
     figures, _ = train_closing(summary(kls) | {"score_error": 0.012}, TrainConfig())
