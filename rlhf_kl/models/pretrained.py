@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import first_line, model_on_hub
 from rlhf_kl.memory import memory_is_full
+from rlhf_kl.models.labels import check_label
 from rlhf_kl.models.lm import check_head, takes_ready_masks
 from rlhf_kl.models.norms import fuse_norms
 from rlhf_kl.shell import shell_command
@@ -221,16 +222,6 @@ def _architectures(ref: str) -> list[str]:
         return [str(name) for name in json.loads(file.read_text(encoding="utf-8")).get("architectures") or []]
     except (ValueError, AttributeError, TypeError) as error:
         raise InputError(f"{ref}: cannot be loaded: config.json: {first_line(error)}") from error
-
-
-def check_label(model: Model, label: str | None) -> None:
-    """Errors: InputError if a model has several outputs and `label` names none, or has one output and a label."""
-    names = [str(name) for name in model.config.id2label.values()]
-    if model.config.num_labels != 1 and label not in names:
-        given = "set reward.label to one of them" if label is None else f"none of them is reward.label, {label!r}"
-        raise InputError(f"has {len(names)} outputs ({', '.join(names[:6])}): {given}")
-    if model.config.num_labels == 1 and label is not None:
-        raise InputError(f"has only one output, so reward.label must be null: {label!r}")
 
 
 def load_tokenizer(ref: str, access: Access = SAFE) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_kl.data.chat import chat_exchange, exchange_lacks_system, plain_text, require_chat_template
 from rlhf_kl.errors import InputError
+from rlhf_kl.models.labels import labels
 from rlhf_kl.models.lm import FLOAT16_ENDS, Trunk
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
@@ -95,7 +96,7 @@ class RewardModel:
         self.form = form or text_format(model)
         if self.form.chat:
             require_chat_template(tokenizer, "reward.model")
-        names = [str(name) for name in model.config.id2label.values()]
+        names = labels(model.config)
         self.output = names.index(label) if label is not None else 0
         self.independent = model.config.problem_type in INDEPENDENT
         self.encoder = not hasattr(model, "score")  # it reads the first token, not the last
@@ -117,7 +118,7 @@ class RewardModel:
 
     def words(self) -> str:
         """What the score is, in words."""
-        names = [str(name) for name in self.model.config.id2label.values()]
+        names = labels(self.model.config)
         if len(names) == 1:
             return "the only output of the reward model"
         own = names[self.output]

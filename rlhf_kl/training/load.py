@@ -14,6 +14,7 @@ from rlhf_kl.config.schema.sections import RunSection, TunedSection
 from rlhf_kl.errors import blame
 from rlhf_kl.hub import GGUF, model_folder
 from rlhf_kl.models.gguf import gguf_folder
+from rlhf_kl.models.labels import check_label
 from rlhf_kl.models.lm import LM, check_range, enable_recompute
 from rlhf_kl.models.lora import (
     LANGUAGE_MODEL,
@@ -27,7 +28,6 @@ from rlhf_kl.models.lora import (
 )
 from rlhf_kl.models.pretrained import (
     Access,
-    check_label,
     compute_dtype,
     is_classifier,
     load_causal_lm,

@@ -192,11 +192,12 @@ def test_a_chat_format_without_system_messages_is_told_once(
     assert capsys.readouterr().err.count("system messages") == 1
 
 
-def test_a_label_of_several_is_scored_by_its_odds(tiny_reward_folder: Path, letters: Any) -> None:
+@pytest.mark.parametrize("listed", [[0, 1, 2], [2, 0, 1], ["2", "1", "0"]])  # the numbers of id2label
+def test_a_label_of_several_is_scored_by_its_odds(letters: Any, listed: list[Any]) -> None:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
     torch.manual_seed(0)
-    labels = {0: "bad", 1: "so", 2: "good"}
+    labels = {number: ["bad", "so", "good"][int(number)] for number in listed}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=1, n_positions=32, id2label=labels, **special)
     classifier = GPT2ForSequenceClassification(config).eval()
