@@ -26,6 +26,7 @@ from rlhf_kl.types import Prompts, Responses
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 LARGEST = float(torch.finfo(torch.float32).max)  # of a score: PPO computes in float32
 RENDERED = "rendered"  # a column of its own: the prompt as the policy is asked
+TEXTS = ("prompts", "responses")
 TRL_HIDDEN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 
 
@@ -53,9 +54,12 @@ class PluginReward:
                 called = self._object = self._run(partial(attribute, **_copied(self._options)))
             self._options = {}
         self.parameters = parameters_of(called) or []
-        own = [p for p in self.parameters[2:] if p.kind in NAMED]  # behind prompts and responses
-        self.columns = [p.name for p in own if p.default is p.empty]  # of the data set, that it needs
-        self.named = self.columns
+        self._names = _texts_named(self.parameters, exactly=called is not self._object)
+        own = [p for p in self.parameters if p.kind in NAMED and p.name not in (*self._names, *self._options)]
+        own = own if self._names else own[2:]
+        self.columns = [p.name for p in own if p.default is p.empty]  # of the data set, that it needs,
+        self.defaults = {p.name: p.default for p in own if p.default is not p.empty}  # and that it takes
+        self.named = [p.name for p in own]
         self.update, self.updates = 1, 1
         self.extra: dict[str, list[str]] = defaultdict(list)  # columns that it logged since the update began
         self.logged: dict[str, list[float]] = defaultdict(list)  # and metrics
@@ -90,7 +94,10 @@ class PluginReward:
     def _call(self, responses: Responses) -> Callable[[], Any]:
         """The call for these responses. It may change all that it gets: nothing of it is the program's."""
         prompts = responses.prompts
-        return self._with_options(list(prompts.texts), list(responses.texts), **self._copied_columns(prompts))
+        texts, columns = (list(prompts.texts), list(responses.texts)), self._copied_columns(prompts)
+        if not self._names:
+            return self._with_options(*texts, **columns)
+        return self._with_options(**dict(zip(self._names, texts, strict=True)), **columns)
 
     def _with_options(self, *arguments: Any, **named: Any) -> Callable[[], Any]:
         return partial(self._object, *arguments, **_copied(self._options), **named)
@@ -109,7 +116,9 @@ class PluginReward:
                         f"needs {name!r}, neither an option in the config nor a column of the prompt "
                         f"{text[:60]!r}{suggestion(name, row)}"
                     )
-        return {name: [row[name] for row in rows] for name in self.columns}
+        known = {name: [row[name] for row in rows] for name in self.columns}
+        taken = {name: default for name, default in self.defaults.items() if any(name in row for row in rows)}
+        return known | {name: [row.get(name, default) for row in rows] for name, default in taken.items()}
 
     def rows_of(self, prompts: Prompts) -> Sequence[Mapping[str, Any]]:
         """The rows of the data set; if it names it, with the prompt as the policy is asked, where a row has no such."""
@@ -168,7 +177,7 @@ class TRLReward(PluginReward):
         own = [p for p in self.parameters if p.kind in NAMED and p.name not in filled]
         self.hidden_columns = TRL_HIDDEN | filled
         self.named = [p.name for p in own]
-        self.columns = [p.name for p in own if p.default is p.empty]
+        self.columns, self.defaults = [p.name for p in own if p.default is p.empty], {}
 
     def columns_of(self, prompts: Prompts) -> dict[str, list[Any]]:
         """Every column that it gets. Errors: InputError if a prompt has no column that it needs."""
@@ -209,6 +218,7 @@ class RemoteReward(PluginReward):
         """As for `PluginReward`."""
         super().__init__(attribute, options, *limits)
         self.columns = self.named = self._object.columns or []
+        self.defaults = {}
 
     def __call__(self, responses: Responses) -> Tensor:
         """As `PluginReward`. Errors: ServiceFailed, also for scores that are no numbers."""
@@ -235,6 +245,21 @@ class RemoteReward(PluginReward):
                 "prompts": prompts.rendered or prompts.texts,
             }
         return partial(self._object, self.columns_of(prompts) | own, texts)
+
+
+def _texts_named(parameters: Sequence[inspect.Parameter], *, exactly: bool) -> list[str]:
+    """The names under which prompts and responses are passed: these, or unless `exactly` the first others.
+
+    Empty: they can only be passed by their places.
+    """
+    plain = [p.name for p in parameters if p.kind in NAMED]
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if len(plain) + any_name < len(parameters):
+        return []
+    required = [p.name for p in parameters if p.name in plain and p.default is p.empty]
+    others = iter([] if exactly else [name for name in required if name not in TEXTS])
+    names = [name if name in plain else next(others, name if any_name else "") for name in TEXTS]
+    return names if all(names) else []
 
 
 def _copied(value: Any) -> Any:

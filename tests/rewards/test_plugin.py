@@ -280,3 +280,44 @@ def test_a_function_of_trl_reads_it_only_where_it_names_it() -> None:
     TRLReward(every)(BATCH)
     TRLReward(optional)(BATCH)
     assert seen == [None, ["p", "q", "r"]]
+
+
+def two(texts: Sequence[str], others: Sequence[str]) -> list[float]:
+    """1 where the first has the prompts and the second the responses."""
+    return [float(a in BATCH.prompts.texts and b in BATCH.texts) for a, b in zip(texts, others, strict=True)]
+
+
+class Named:
+    def __call__(self, questions: list[str], answers: list[str], **_: Any) -> list[float]:
+        return two(questions, answers)
+
+
+class HalfNamed:
+    def __call__(self, texts: list[str], prompts: list[str]) -> list[float]:
+        return two(prompts, texts)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        lambda responses, prompts=None: two(prompts, responses),
+        lambda **texts: two(texts["prompts"], texts["responses"]),
+        lambda prompts, responses, /: two(prompts, responses),
+        lambda *texts: two(*texts),
+        Named,
+        HalfNamed,
+    ],
+)
+def test_prompts_and_responses_are_passed_by_name_and_else_by_their_places(reward: Any) -> None:
+    assert PluginReward(reward)(BATCH).tolist() == [1.0] * 3
+
+
+def test_a_column_wins_over_a_default_and_an_option_over_a_column() -> None:
+    def most(prompts: list[str], responses: list[str], most: Any = 20.0) -> Any:
+        return most if isinstance(most, list) else [most] * len(responses)
+
+    rows = [{"most": 1.0}, {"most": 2.0}, {}]
+    batch = BATCH._replace(prompts=replace(BATCH.prompts, rows=rows))
+    assert PluginReward(most)(batch).tolist() == [1.0, 2.0, 20.0]
+    assert PluginReward(most)(BATCH).tolist() == [20.0] * 3
+    assert PluginReward(most, {"most": 5.0})(batch).tolist() == [5.0] * 3
