@@ -208,6 +208,9 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
     "equal for four updates": ({}, alike(*[0.016] * 4, 1.0), []),
     "equal, hovering": ({}, alike(*[0.016] * 5, 0.3), [(5, "responses-equal")]),
     "equal twice": ({"updates": 11}, alike(*[0.016] * 5, 1.0), [(5, "responses-equal"), (11, "responses-equal")]),
+    # Scores that the clip makes equal.
+    "clipped": ({}, lambda s: {"objective/scores_clipped": min(0.5, 0.019 * s)}, [(8, "scores-clipped")]),
+    "hardly clipped": ({}, lambda _: {"objective/scores_clipped": 0.05}, []),
     # Tokens from another distribution; 1.6 standard errors in each update.
     "log-probs shifted": ({}, gap("policy/logprob_gap", lambda _: 0.05), [(13, "sampler-mismatch")]),
     "log-ratios shifted": ({}, gap("kl/k1_gap", lambda _: -0.05), [(13, "sampler-mismatch")]),

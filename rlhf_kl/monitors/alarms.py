@@ -23,6 +23,7 @@ Action = Literal["warn", "rollback", "stop"]
 CLIMBS = (12, 30, 90)  # windows of `kl-climbing`, in updates
 STUCK = 5  # updates in a row: beta at its bound, or all responses or scores equal
 FEW, MANY = 0.2, 0.4  # share of different responses at which `alike` begins, and at which it clears
+CUT = 0.1  # share of clipped scores
 BOUGHT = 8  # updates of `kl-not-bought`
 RISE = 10  # updates in which a KL that is called low no longer rises; twice as many for a score
 SURE = 2.0  # standard errors of the score that a KL must exceed
@@ -220,6 +221,11 @@ def alike(m: History) -> Figures | None:
     return {"share": recent[-1], "equal": equal} if m.has("rollout/distinct_responses") else None
 
 
+def clipped(m: History) -> Figures | None:
+    shares = m.values("objective/scores_clipped", START)
+    return {"share": fmean(shares), "count": len(shares)} if len(shares) == START else None
+
+
 def collapsed(row: Mapping[str, Any]) -> bool:
     """Whether nearly all responses of an update are the same few texts."""
     distinct = read_number(row, "rollout/distinct_responses")
@@ -307,6 +313,9 @@ ALARMS = (
           "(last: {share:.0%} different texts; samples.jsonl has examples). Use a reward whose optimum is not this "
           "text, a lower kl.target, or prompts that end where the model's training texts go on",
           alike, lambda f: f["equal"], lambda f: f["share"] > MANY),
+    Alarm("scores-clipped", "reward.clip cuts off {share:.0%} of the scores of the last {count} updates, so the policy "
+          "cannot tell these responses apart: set a larger reward.clip",
+          clipped, lambda f: f["share"] > CUT, lambda f: f["share"] < CUT / 2),
     # What turns a run back or ends it; the first that holds decides.
     Alarm("kl-above-ceiling", _ABOVE + " in update {step}", above_ceiling("stop"), action="stop"),
     Alarm("kl-above-ceiling", _ABOVE + f" again, after {ROLLBACKS} rollbacks, each of which doubled beta",

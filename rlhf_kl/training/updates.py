@@ -13,7 +13,7 @@ from rlhf_kl.ppo.metrics import update_row
 from rlhf_kl.rewards.scorer import Scorers, mean_metrics
 from rlhf_kl.sharding import held_share, local
 from rlhf_kl.training.start import Training
-from rlhf_kl.types import RolloutBatch
+from rlhf_kl.types import REWARD, RolloutBatch
 
 
 def update_policy(
@@ -41,6 +41,7 @@ def update_policy(
     row |= seconds | {
         "step": step,
         "episodes": step * config.rollout.batch_size,
+        "objective/scores_clipped": training.shaping.clipped(rollout.scores[REWARD][rollout.scored]),
         **mean_metrics(ranks.all(scorers.logged_metrics())),
         "dist/world_size": ranks.count,
         "dist/held": held_share(trainer.trained),

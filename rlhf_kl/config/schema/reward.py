@@ -103,7 +103,7 @@ class RewardSection(ScorerSection):
     each: first every term of a sum by itself, before its weight, so that the widest one does not win; then the sum.
     """
     clip: Positive | None = 5.0
-    """Limit of the absolute value of a normalised score; null = none."""
+    """Limit of the absolute value of a score, normalised or not; null = none."""
     missing_eos_penalty: NonNegative = 1.0
     """Subtracted from the score of a response that was cut off."""
     length_penalty: NonNegative = 0.0
