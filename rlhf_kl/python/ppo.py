@@ -27,6 +27,7 @@ from rlhf_kl.ppo.reference import ReferenceSamples, score_samples
 from rlhf_kl.ppo.rollout import Rollouts, sample_rollout, sampler_of
 from rlhf_kl.ppo.states import ReferenceStates
 from rlhf_kl.python.configured import ConfigLike, Reward, given_in_python, listed, python_config
+from rlhf_kl.seeding import library_state, load_library_state
 from rlhf_kl.training import sets
 from rlhf_kl.training.card import model_card
 from rlhf_kl.training.device import run_device
@@ -178,6 +179,7 @@ class PPO:
             "model": checkpointed(training.trainer.model.modules).state_dict(),
             "optimizer": training.trainer.optimizer.state_dict(),
             "scorers": self.setup.scorers.state_dict(),
+            "libraries": library_state(),
             "monitors": self._monitors.state_dict(),
             "metrics": self.metrics,
         }
@@ -191,6 +193,7 @@ class PPO:
         training.trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which may keep its tensors
         self.setup.scorers.load_state_dict(state["scorers"])
         self._monitors.load_state_dict(state["monitors"])
+        load_library_state(state["libraries"])
         self.updates, self.metrics, self._made = state["updates"], list(state["metrics"]), None
 
     # ---- the parts

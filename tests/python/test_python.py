@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import random
 import re
 import shutil
 import threading
@@ -12,6 +14,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,6 +177,19 @@ def test_the_rows_of_a_loop_are_those_of_a_run_and_a_loaded_one_goes_on(tmp_path
         other.rollout()
     saved = other.save(tmp_path / "final")
     assert {"model.safetensors", "tokenizer_config.json", "README.md"} <= {file.name for file in saved.iterdir()}
+
+
+def test_a_loaded_loop_draws_the_numbers_that_its_scorer_would_have_drawn() -> None:
+    def noisy(prompts: list[str], responses: list[str]) -> list[float]:
+        return (torch.rand(len(responses)) + random.random() + np.random.rand()).tolist()
+
+    ppo, other = loop(2, scorer=noisy), loop(2, scorer=noisy)
+    ppo.step(ppo.rollout())
+    state = copy.deepcopy(ppo.state_dict())
+    ppo.step(ppo.rollout())
+    other.load_state_dict(state)
+    other.step(other.rollout())
+    assert figures(other.metrics) == figures(ppo.metrics)
 
 
 def test_terms_on_their_own_scale_in_a_loop(tmp_path: Path) -> None:
