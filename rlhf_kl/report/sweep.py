@@ -16,6 +16,7 @@ from rlhf_kl.text import counted, scorer_label, with_error
 # The limits of a recommended target, chosen on eight seeds of the built-in world, where the true score is known.
 PERPLEXITY = 2.5  # of held-out texts, over the reference's: more, and the policy has lost what it was trained on
 PAIRS = 0.15  # distinct word pairs over the reference's: fewer, and the responses are the same few sentences
+APART = 1.1  # times the target before: `scale` may have one policy for two targets that are nearer
 GAIN = 0.15  # slope of the score over sqrt(KL), over its steepest: less, and the score is nearly at its top
 
 Figure = tuple[float | None, float | None]  # a mean, and its error or spread
@@ -53,9 +54,9 @@ def recommend(sweep: Sweep) -> Recommendation:
     """The highest target below the first one that meets a limit.
 
     It reads what every run has: score, held-out perplexity, distinct word pairs and KL. A score that may still rise,
-    by one error of it, meets no limit.
+    by one error of it, meets no limit; nor does one at nearly the target before, where its slope would be noise.
     """
-    before, steepest, below, cost = (0.0, 0.0, 0.0), 0.0, None, None
+    before, judged, steepest, below, cost = (0.0, 0.0, 0.0), 0.0, 0.0, None, None
     for point in sweep.points:
         values = {name: value for name, (value, _) in point.figures.items()}
         cost, pairs = (_over(values[name], sweep.reference[name]) for name in ("perplexity", "distinct_2"))
@@ -65,7 +66,7 @@ def recommend(sweep: Sweep) -> Recommendation:
         if pairs is not None and pairs < PAIRS:
             met.append(f"distinct word pairs are {pairs:.0%} of the reference's (limit {PAIRS:.0%})")
         kl = values["kl_sequence"]
-        if kl is not None and point.gain is not None:
+        if kl is not None and point.gain is not None and point.target > APART * judged:
             root, error = sqrt(max(0.0, kl)), point.figures["scores"][1] or 0.0
             way, rise = root - before[0], point.rise_error
             noise = hypot(error, before[2]) if rise is None else rise
@@ -74,7 +75,7 @@ def recommend(sweep: Sweep) -> Recommendation:
             if slope + noise <= GAIN * steepest or steepest <= 0:
                 share = max(0.0, slope) / steepest if steepest > 0 else 0.0
                 met.append(f"the score rises {share:.0%} as fast with √KL as at its steepest (limit {GAIN:.0%})")
-            before = root, point.gain, error
+            before, judged = (root, point.gain, error), point.target
         if met:
             return Recommendation(below, f"at {point.target:g} {', '.join(met)}")
         below = point.target

@@ -97,6 +97,17 @@ def test_a_score_that_may_still_rise_meets_no_limit(error: float, target: float)
     assert (found.target, "rises 0% as fast" in found.reason) == (target, target == 0.1)
 
 
+def test_a_policy_at_two_targets_is_no_score_that_stays() -> None:
+    """`scale --save 0.0375` may find the policy of 0.037 near enough."""
+    figures: dict[str, Figure] = dict.fromkeys(FIGURES, NONE)
+    points = [
+        SweepPoint(each, figures | {"kl_sequence": (root**2, 0.1), "scores": (root, 0.1)}, root, rise_error=0.0)
+        for each, root in ((0.02, 1.0), (0.037, 1.4), (0.0375, 1.4), (0.075, 2.0))
+    ]
+    found = recommend(Sweep("token", points, {"perplexity": None, "distinct_2": None}, ""))
+    assert found.target == 0.075
+
+
 @pytest.mark.parametrize(("rise_error", "target"), [(0.01, 0.1), (0.3, 0.2), (None, 0.2)])
 def test_a_rise_between_the_same_prompts_has_an_error_of_its_own(rise_error: float | None, target: float) -> None:
     """Each score is unsure by 0.2, since prompts differ; how far it rises from target to target may be surer."""
