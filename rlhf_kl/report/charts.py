@@ -207,7 +207,7 @@ def _frontier(comparison: Comparison) -> Chart | None:
     lines = [
         marks(variant.name, styles[variant.name].tint, *_columns(list(ends.values())), styles[variant.name].marker)
         for variant in comparison.variants
-        if (ends := variant.ends("scores_shaped"))
+        if (ends := comparison.ends(variant))
     ]
     if not lines:
         return None

@@ -85,14 +85,6 @@ class Variant:
         known = len(values) > 1 and len(values) == len(self.runs) and all(map(math.isfinite, values))
         return stdev(values) if known else None
 
-    def ends(self, measure: str) -> dict[int, Point]:
-        """sqrt(KL per response) and gain over the reference at the end of each run, by seed."""
-        gain = "score_gain" if measure == SCORES else f"{measure}_gain"
-        ends = {seed: (run.figures["kl_sequence"], run.figures.get(gain)) for seed, run in self.runs.items()}
-        return {
-            seed: (math.sqrt(max(0.0, kl)), y) for seed, (kl, y) in ends.items() if kl is not None and y is not None
-        }
-
     def series(self, key: str) -> Curve:
         """Mean of a key over seeds with one standard deviation, at the updates that all of them have."""
         tables = [dict(zip(*run.series(key), strict=True)) for run in self.runs.values()]
@@ -157,6 +149,24 @@ class Comparison:
         by_target = sorted(largest, key=lambda variant: variant.target)
         return by_target if len({variant.target for variant in by_target}) > 2 else []
 
+    def ends(self, variant: Variant, measure: str = SCORES) -> dict[int, Point]:
+        """sqrt(KL per response) and gain over the reference at the end of each run of a variant, by seed.
+
+        The score is on one scale for all runs of a seed: that of the run with the most samples of the reference.
+        """
+        alike = [v.runs for v in self.variants if not _scale_diff(variant, v)]
+
+        def gain(seed: int, run: RunResult) -> float | None:
+            if measure != SCORES:
+                return run.figures.get(f"{measure}_gain")
+            runs = [each[seed] for each in alike if seed in each]
+            return run.gain_on(max(runs, key=lambda one: one.reference_figures.get("samples", 0)))
+
+        found = {seed: (run.figures["kl_sequence"], gain(seed, run)) for seed, run in variant.runs.items()}
+        return {
+            seed: (math.sqrt(max(0.0, kl)), y) for seed, (kl, y) in found.items() if kl is not None and y is not None
+        }
+
     @cached_property
     def equal_kl(self) -> list[EqualKL]:
         """For each pair of groups: one, against the group that spans more KL. Intervals of a measure hold together."""
@@ -164,7 +174,7 @@ class Comparison:
         for pair in combinations(self.groups.items(), 2):
             for measure in (SCORES, *self.scorers):
                 if not _scale_diff(pair[0][1][0], pair[1][1][0], measure):
-                    ends = [(name, {v.name: v.ends(measure) for v in variants}) for name, variants in pair]
+                    ends = [(name, {v.name: self.ends(v, measure) for v in variants}) for name, variants in pair]
                     entries.append(compare_groups(ends, measure))
         known = [entry for entry in entries if entry is not None]
         counts = Counter(entry.measure for entry in known if entry.interval is not None)

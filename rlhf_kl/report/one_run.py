@@ -141,6 +141,17 @@ class RunResult:
         last, first = self.end(key), self.reference(key)
         return None if last is None or first is None else last - first
 
+    def gain_on(self, other: RunResult) -> float | None:
+        """The shaped score that it gained over the reference, on the scale of another run of the same reward.
+
+        Each run measures scale and reference on samples of its own number, whose noise is no difference of runs.
+        """
+        own, there = (run.reference_figures.get("scale") for run in (self, other))
+        last, first = self.end(SHAPED), other.reference(SHAPED)
+        if not own or not there or last is None or first is None:
+            return self.gain(SHAPED)
+        return float((last * own["std"] + own["mean"] - there["mean"]) / there["std"] - first)
+
     @cached_property
     def fallen(self) -> list[str]:
         """Scorers that never train and fell on held-out prompts while the score rose there, by two standard errors."""

@@ -281,7 +281,7 @@ class TrainLoop:
             closing=closing,
             score_error=score_error(rows),
             tilt_share=self.tilt_share(closing, score_error(rows)),
-            reference=self.training.reference_scores.summary(),
+            reference=self.training.reference_figures(),
             starting_coef=self.training.coef,
             learning_rate=self.trainer.rate.peak,
             stopped_by=None,

@@ -66,6 +66,10 @@ class Training:
         scores, shaping = vars(self.reference_scores), vars(self.shaping)
         return {"coef": self.coef, "reference_scores": scores, "shaping": shaping}
 
+    def reference_figures(self) -> dict[str, Any]:
+        """Those of the reference's samples for `summary.json`, with the scale that they gave the scores."""
+        return self.reference_scores.summary() | {"scale": {"mean": self.shaping.mean, "std": self.shaping.std}}
+
 
 def prepare_training(
     config: TrainConfig,

@@ -25,7 +25,7 @@ def grid(write_run: Write, metrics_rows: Rows) -> Callable[..., Comparison]:
 
     kind, beta, and the KL per token at the end; each seed ends one percent higher than the one before. The score
     gained, and gold, are `gain` of sqrt(KL per response) (default: those of `metrics_rows`), the score plus `extra`
-    by variant. ceiling: by variant.
+    by variant. ceiling: by variant. reference: of the summary, by variant and seed.
     """
 
     def make(
@@ -35,6 +35,7 @@ def grid(write_run: Write, metrics_rows: Rows) -> Callable[..., Comparison]:
         updates: dict[int, int] | None = None,
         gain: Callable[[float], float] | None = None,
         ceiling: dict[str, dict[str, Any] | None] | None = None,
+        reference: Callable[[str, int], dict[str, Any]] = lambda name, seed: {},
     ) -> Comparison:
         paths = []
         for name, (kind, coef, kl) in variants.items():
@@ -57,6 +58,7 @@ def grid(write_run: Write, metrics_rows: Rows) -> Callable[..., Comparison]:
                     "ppo": {"total_episodes": 64 * LENGTH},
                 }
                 noise = {"scores_shaped": 0.3 * math.sin(seed), "scores_spread": 1.0}
+                noise |= reference(name, seed)
                 paths.append(write_run(f"{name}-s{seed}", rows, config=config, summary={"reference": noise}))
         return read_comparison(paths)
 

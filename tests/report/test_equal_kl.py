@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from itertools import combinations
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,22 @@ def test_runs_of_one_family_are_compared_with_one_another(grid: Grid) -> None:
         ("adaptive-3x", "adaptive-1x"): pytest.approx(0.5),
         ("adaptive-3x", "adaptive-2x"): pytest.approx(0.5),
     }
+
+
+def test_scores_of_a_seed_are_compared_on_one_scale(grid: Grid) -> None:
+    """By hand: both end at a raw score of 3; a has measured mean 1 and standard deviation 2 of its reference, b 0.5, 1.
+
+    So their shaped scores are 1 and 2.5. On the scale of b, which has more samples, both are 2.5, 2.5 above its start.
+    """
+    ends = {"a": ("adaptive", 0.2, 0.1), "b": ("pid", 0.2, 0.1)}
+    scales = {"a": {"mean": 1.0, "std": 2.0}, "b": {"mean": 0.5, "std": 1.0}}
+
+    def reference(name: str, seed: int) -> dict[str, Any]:
+        return {"scale": scales[name], "samples": {"a": 120, "b": 240}[name], "scores_shaped": 0.0}
+
+    comparison = grid(ends, seeds=1, gain=lambda _: 0.0, extra={"a": 1.0, "b": 2.5}, reference=reference)
+    assert [comparison.ends(variant)[0][1] for variant in comparison.variants] == pytest.approx([2.5, 2.5])
+    assert [e.mean for e in comparison.equal_kl if e.measure == "scores_shaped"] == [pytest.approx(0.0)]
 
 
 def test_single_runs_at_different_kls_are_not_compared(grid: Grid) -> None:
