@@ -33,7 +33,6 @@ from rlhf_kl.events import UpdateSkipped, worded
 from rlhf_kl.memory import LESS_MEMORY, all_memory, free_memory, memory_is_full
 from rlhf_kl.models.lora import checkpointed, has_adapter
 from rlhf_kl.models.pretrained import context_length, parameter_count, size_words
-from rlhf_kl.models.tokens import encode_all
 from rlhf_kl.monitors.readiness import FEW_VALUES, Finding, judge, judge_terms
 from rlhf_kl.optim import usual_learning_rate
 from rlhf_kl.ppo.checks import check_first
@@ -50,14 +49,12 @@ from rlhf_kl.training import sets
 from rlhf_kl.training.device import SLOWER, half_slowdown, run_device
 from rlhf_kl.training.evaluation import evaluate_policy
 from rlhf_kl.training.footprint import Place
-from rlhf_kl.training.load import Loader
 from rlhf_kl.training.resolved import resolve
 from rlhf_kl.training.setup import Setup, build_setup, start_engine
 from rlhf_kl.training.start import Training, check_sizes, prepare_training
 from rlhf_kl.training.trainer import learning_rate
 from rlhf_kl.types import REWARD, RolloutBatch
 
-PROBES = 64  # prompts that the tokenizer checks read
 PAIRS = 200
 BESIDE = 38  # columns of a terminal that the numbers of `targets` leave to words
 SAMPLES = 3  # responses that are shown
@@ -80,9 +77,8 @@ def run_doctor(config: TrainConfig, pairs: str | None = None, processes: int = 1
         chat = config.data.chat_template  # as it is written; the resolved config has what was decided
         setup, config = build_setup(resolved, device), resolved.config
         start_engine(config, setup)
-        loader = Loader(config.run, device)
         findings += [check_dtype(config, device), check_rate(config, setup.policy.module)]
-        findings += [*check_tokenizers(config, setup, loader, chat), *check_context(config, setup)]
+        findings += [*check_chat(setup, chat), *check_context(config, setup)]
         findings += check_reward_model(config, setup, pairs)
         findings += check_updates(config, setup, processes)
     except InputError as error:
@@ -125,18 +121,10 @@ def check_rate(config: TrainConfig, policy: Any) -> Finding:
     return judge("rate", rate=rate, size=size_words(policy), usual=usual, ratio=rate / usual)
 
 
-def check_tokenizers(config: TrainConfig, setup: Setup, loader: Loader, chat: bool | str) -> Iterator[Finding]:
-    """Whether plain prompts leave a chat template unused (`chat`: auto), and policy and reference read them alike."""
+def check_chat(setup: Setup, chat: bool | str) -> Iterator[Finding]:
+    """Whether plain prompts leave a chat template unused (`chat`: auto)."""
     if chat == "auto" and setup.tokenizer.chat_template and not setup.prompts.table.rendered:
         yield judge("chat")
-    if config.reference.model is None:
-        return
-    texts = setup.prompts.table.texts[:PROBES]
-    other = loader.tokenizer(config.reference.model, "reference.model")
-    if encode_all(other, texts) == encode_all(setup.tokenizer, texts):
-        yield Finding("fine", "tokenizer", "policy and reference tokenize the prompts alike")
-    else:
-        yield Finding("fatal", "tokenizer", "policy and reference tokenize prompts differently", "reference.model")
 
 
 def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:

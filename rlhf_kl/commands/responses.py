@@ -55,7 +55,7 @@ def load_models(
     reward = {key: scorer for key, scorer in scorers_of(config).items() if key.startswith(REWARD)}
     scorers = scorers_of_run(loader, config, folder, reward) if scores else NO_SCORERS
     policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)
-    other = load_reference(loader, config)[0] if reference else None
+    other = load_reference(loader, config, (policy, tokenizer))[0] if reference else None
     scorers.begin(config.updates + 1, config.updates)
     return Models(config, policy, tokenizer, other, scorers)
 

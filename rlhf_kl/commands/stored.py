@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,8 +156,22 @@ def scorers_of_run(
     return scorers
 
 
-def load_reference(loader: Loader, config: TrainConfig, other: str | None = None) -> tuple[LM, Any]:
-    """The reference of a run, or another model in its place, and its tokenizer."""
-    ref = other or config.reference.model or config.policy.model
-    loaded = loader.language_model(world_file(located(ref), "policy"), "--reference" if other else "reference")
+def load_reference(
+    loader: Loader,
+    config: TrainConfig,
+    own: tuple[LM, Any] | None,
+    other: str | None = None,
+    texts: Sequence[str] = (),
+) -> tuple[LM, Any]:
+    """The reference of a run, or another model in its place, and its tokenizer.
+
+    `own`: the policy and its tokenizer, where their KL is asked for; `texts`: of the run, as `check_reference`.
+    """
+    from rlhf_kl.training.load import check_reference
+
+    ref, key = other or config.reference.model or config.policy.model, "--reference" if other else "reference"
+    loaded = loader.language_model(world_file(located(ref), "policy"), key)
+    if own is not None:
+        with blame(key):
+            check_reference(own[0].model, own[1], loaded.model, loaded.tokenizer, texts)
     return loader.frozen(loaded.model), loaded.tokenizer

@@ -75,7 +75,9 @@ class Subject:
         self.policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
         self.reference, self.reference_tokenizer = None, None
         if model is None or reference is not None:
-            self.reference, self.reference_tokenizer = load_reference(loader, config, reference)
+            own = (self.policy, self.tokenizer) if self.rows else None
+            prompted = [row.text for row in self.rows[0]] if self.rows else []
+            self.reference, self.reference_tokenizer = load_reference(loader, config, own, reference, prompted)
         self.loader = loader
 
     def began_at_reference(self, final: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from rlhf_kl import ui
 from rlhf_kl.config.named import NOTHING, Given, NamedPlugin, load_reward
 from rlhf_kl.config.schema.reward import SERVERS, SUM, ScorerSection, TermSection
 from rlhf_kl.config.schema.sections import RunSection, TunedSection
-from rlhf_kl.errors import blame
+from rlhf_kl.errors import InputError, blame
 from rlhf_kl.hub import GGUF, model_folder
 from rlhf_kl.models.gguf import gguf_folder
 from rlhf_kl.models.labels import check_label
@@ -36,6 +36,7 @@ from rlhf_kl.models.pretrained import (
     read_as_float32,
 )
 from rlhf_kl.models.scratch import classifier_from_lm
+from rlhf_kl.models.tokens import encode
 from rlhf_kl.models.value import freeze, frozen_lm
 from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, RemoteReward, TRLReward
@@ -43,6 +44,9 @@ from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import derive_seed
 from rlhf_kl.types import REWARD
 from rlhf_kl.ui import log
+
+PROBE = "The quick brown fox jumps over the lazy dog, 12 of 345 times!"  # which two tokenizers read,
+PROBES = 64  # and so many texts of the run
 
 
 @dataclass(frozen=True)
@@ -225,3 +229,15 @@ def tuned(
         with blame("policy.gradient_checkpointing"):
             enable_recompute(model)
     return model
+
+
+def check_reference(policy: Any, tokenizer: Any, reference: Any, other: Any, texts: Sequence[str] = ()) -> None:
+    """Errors: InputError where there is no KL between two models: they have other tokens, or read texts as others.
+
+    `other`: the reference's tokenizer. `texts`: those of the run.
+    """
+    if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
+        raise InputError("has another vocabulary than policy.model, so there is no KL between them")
+    for text in (PROBE, *texts[:PROBES]):
+        if encode(tokenizer, text) != encode(other, text):
+            raise InputError(f"reads {text[:40]!r} as other tokens than policy.model, so there is no KL between them")

@@ -34,7 +34,7 @@ from rlhf_kl.ppo.rollout import RolloutParts
 from rlhf_kl.rewards.model import RewardModel
 from rlhf_kl.rewards.scorer import Scorers
 from rlhf_kl.training import sets
-from rlhf_kl.training.load import Loaded, Loader
+from rlhf_kl.training.load import Loaded, Loader, check_reference
 from rlhf_kl.training.resolved import Resolved, decided_chat, with_chat
 from rlhf_kl.types import Prompts, Sampling
 from rlhf_kl.ui import log
@@ -70,7 +70,8 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
     frozen = Loader(config.run, mapped=config.reference.shard, given=resolved.given)
     loaded = loader.trained_model(config.policy.model, config.policy, config.run.seed)
     policy, tokenizer = LM(loaded.model, loader.dtype), loaded.tokenizer
-    reference, is_initial_policy = build_reference(config, frozen, loaded)
+    prompted = [row.text for row in resolved.rows[0]]
+    reference, is_initial_policy = build_reference(config, frozen, loaded, prompted)
     scorers = frozen.scorers(scorers_of(config), config.reward.time_limit)
     prompts, heldout = build_streams(config, resolved.rows, policy.model, tokenizer)
     scorers.trained.columns_of(prompts.table)
@@ -156,8 +157,11 @@ def sampling_of(config: TrainConfig, model: Any, tokenizer: Any) -> Sampling:
     )
 
 
-def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tuple[LM, bool]:
-    """The frozen model that the KL is measured to (of an adapter no copy), and whether the policy starts as it."""
+def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded, texts: Sequence[str] = ()) -> tuple[LM, bool]:
+    """The frozen model that the KL is measured to (of an adapter no copy), and whether the policy starts as it.
+
+    `texts`: prompts of the run, which both have to read alike.
+    """
     ref = config.reference.model
     policy = loaded.model
     with blame("reference.model"):
@@ -171,9 +175,10 @@ def build_reference(config: TrainConfig, loader: Loader, loaded: Loaded) -> tupl
         again = config.policy.shard or config.reference.shard  # a copy takes memory, a mapped file none
         load = loader.language_model
         return loader.frozen(load(config.policy.model, "policy.model").model if again else copy.deepcopy(policy)), True
-    reference = loader.language_model(ref, "reference.model").model
-    if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
-        raise InputError("reference.model: has another vocabulary than policy.model, so there is no KL between them")
+    found = loader.language_model(ref, "reference.model")
+    reference = found.model
+    with blame("reference.model"):
+        check_reference(policy, loaded.tokenizer, reference, found.tokenizer, texts)
     # A copy under another name is the start too. An adapter is none: it begins as what it is added to.
     return loader.frozen(reference), not has_adapter(policy) and same_weights(policy, reference)
 

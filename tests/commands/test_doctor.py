@@ -225,7 +225,7 @@ def test_a_reference_with_other_tokens_is_fatal(doctor: Doctor, tiny_folder: Pat
     tokenizer["model"]["vocab"] |= {"a": 4, "b": 3}
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     found = doctor(f"reference.model='{copy}'", code=2)
-    assert [level for level, text in found["tokenizer"] if "reference.model" in text] == ["fatal"]
+    assert [level for level, text in found["config"] if "reference.model" in text] == ["fatal"]
 
 
 def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Path, tmp_path: Path) -> None:

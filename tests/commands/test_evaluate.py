@@ -20,6 +20,7 @@ from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.models.pretrained import load_causal_lm, load_tokenizer, save_model
+from rlhf_kl.models.scratch import new_gpt2
 from rlhf_kl.monitors.kl_shares import kl_shares
 from rlhf_kl.report.one_run import read_run
 from rlhf_kl.report.texts import held_out_texts
@@ -160,5 +161,11 @@ def test_an_unfinished_run_is_its_newest_checkpoint_and_may_have_another_referen
     shutil.rmtree(copy / "final")
     assert evaluate(run=copy) == evaluate(run=tiny_run)
     assert evaluate(run=copy, reference=str(tmp_path / "other"))["kl_token"] > 0.01
+    save_model(
+        new_gpt2(vocab_size=9, hidden_size=8, layers=1, heads=1, context=32, tokenizer=letters, seed=0),
+        letters,
+        tmp_path / "larger",
+    )
+    assert "another vocabulary" in problem(run=copy, reference=str(tmp_path / "larger"))
     shutil.rmtree(copy / "checkpoints")
     assert re.search(f"{copy}: .*checkpoint", problem(run=copy))

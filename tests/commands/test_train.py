@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,15 +78,21 @@ REFUSED = {
     r"needs 'promt', neither an option .* nor a column .*; did you mean prompt\?": ("reward.kind='{0}/own.py:column'",),
     r"if it is written for TRL, set interface: trl": ("reward.kind='{0}/own.py:theirs'",),
     r"reference\.model: has another vocabulary": ("reference.model='{0}/other'",),
+    r"reference\.model: reads 'The .* as other tokens": ("reference.model='{0}/shuffled'",),
 }
 
 
 def test_what_cannot_be_trained_is_refused_and_leaves_the_folder_free(
-    train: Train, tmp_path: Path, letters: Any
+    train: Train, tmp_path: Path, tiny_folder: Path, letters: Any
 ) -> None:
     (tmp_path / "own.py").write_text(REWARDS)
     other = new_gpt2(vocab_size=9, hidden_size=8, layers=1, heads=1, context=32, tokenizer=letters, seed=0)
     save_model(other, letters, tmp_path / "other")
+    file = shutil.copytree(tiny_folder, tmp_path / "shuffled") / "tokenizer.json"  # as many tokens, other ids
+    described = json.loads(file.read_text())
+    vocab = described["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(described))
     for words, changes in REFUSED.items():
         with pytest.raises(InputError, match=words):
             train(tmp_path / "run", *(change.format(tmp_path) for change in changes))
