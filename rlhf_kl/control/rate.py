@@ -27,8 +27,10 @@ PLANNED_UPDATES = (4, 10)  # at least and at most
 NEAR = 0.9  # of x: from there on the rate only falls, unless a rollout is twice as far from the target
 FACTOR_BOUNDS = (0.01, 10.0)
 HOLDING_PACE = 0.04  # of x in an update: the longest steps of a policy that is held
-LARGE_MOVE = 0.05  # twice the usual KL of an update's policies to the one that sampled, over the target
-FARTHEST = 0.02  # nats per token to the policy that sampled, on the way, whatever the target: as usual early stops
+# Of `update_kl`, the mean over an update's steps, each before it is taken: of four equal steps it is a quarter of the
+# KL at the end, of a single one 0, which moves a policy least.
+LARGE_MOVE = 0.05  # twice the usual one, over the target
+FARTHEST = 0.02  # nats per token, on the way, whatever the target: as usual early stops
 # Of `Progress`: rewards that are noise are found within a few updates, and no reward that was learned was stopped.
 SPENT = 0.5  # of x: from there on the score must have risen by its noise,
 LITTLE = 0.2  # or, for all that its noise tells, by this share of the most that the KL allows,
@@ -123,9 +125,9 @@ class PacedRate:
     def observe(self, update: int, move: CeilingResult, update_kl: float, tokens: float = 1.0) -> list[Event]:
         """After the update, before any cut of the ceiling: near the target one that went too far lowers the rate.
 
-        `update_kl`: the mean KL to the policy that sampled, over the optimizer's steps, which also shows moves at a
-        constant KL to the reference; it grows with the square of the rate. NaN: no step was taken, so the next rollout
-        tells no pace. `tokens`: in what the unit counts. Returns an event if it did.
+        `update_kl`: the mean KL to the policy that sampled, before each of the optimizer's steps, which also shows
+        moves at a constant KL to the reference; it grows with the square of the rate. NaN: no step was taken, so the
+        next rollout tells no pace. `tokens`: in what the unit counts. Returns an event if it did.
         """
         if math.isnan(update_kl):
             self.distance = None
@@ -139,7 +141,7 @@ class PacedRate:
         if max(there, self.distance or 0.0) < NEAR or not share > LARGE_MOVE:
             return []
         self.factor = max(FACTOR_BOUNDS[0], self.factor * math.sqrt(LARGE_MOVE / 2 / share))
-        return [LearningRateChanged(f"the policy moved {share:.0%} of the target in one update", self.factor)]
+        return [LearningRateChanged(f"an update's KL to the policy before is {share:.0%} of the target", self.factor)]
 
     def _approach(self, update: int, distance: float, pace: float, progress: bool) -> list[Event]:
         wanted = (1.0 - distance) / max(1, self.plan + 1 - update)

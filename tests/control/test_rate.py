@@ -103,7 +103,7 @@ def test_a_policy_that_moves_far_sideways_gets_a_lower_rate_at_once() -> None:
     travel(rule, 0.05, 8)
     before = rule.factor
     assert not observe(rule, 9, 1.0, 1.0, 0.04 * TARGET)
-    why = "the policy moved 10% of the target in one update"
+    why = "an update's KL to the policy before is 10% of the target"
     assert observe(rule, 10, 1.0, 1.0, 0.1 * TARGET) == [LearningRateChanged(why, rule.factor)]
     assert rule.factor == pytest.approx(before / 2)  # half the rate, a quarter of the KL
 
