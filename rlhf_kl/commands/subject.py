@@ -13,6 +13,7 @@ from rlhf_kl.commands.stored import Permissions, load_policy, load_reference, lo
 from rlhf_kl.config.named import NOTHING, Given, scorers_of
 from rlhf_kl.config.schema import TrainConfig
 from rlhf_kl.config.schema.reward import ScorerSection
+from rlhf_kl.data.files import is_file_name
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow, read_texts
 from rlhf_kl.events import Event, worded
@@ -59,7 +60,9 @@ class Subject:
         named_by = "--column" if texts else "eval.column:"
         read = partial(read_texts, column=column or held.column, key=named_by)
         own_texts = sets.given_rows(given.get("eval.texts"), held.column) if texts is None else None
-        self.documents = sets.load(key, world_file(ref, "heldout"), held.split, read, limit, own_texts)
+        file = world_file(ref, "heldout")
+        split = held.split if texts is None or not is_file_name(file) else "test"  # it selects from no named file
+        self.documents = sets.load(key, file, split, read, limit, own_texts, beside=held.prompts)
         self.rows = tuple[list[PromptRow], ...]()  # of prompts: to train on, held out
         self.scorers = NO_SCORERS
         if model is None:

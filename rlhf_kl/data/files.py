@@ -8,7 +8,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,24 @@ from rlhf_kl.text import utf8, whole
 SAVED = ("state.json", "dataset_dict.json")  # of `save_to_disk`: of one data set, and of one with splits
 
 
-def load_rows(ref: str, split: str) -> list[dict[str, Any]]:
-    """Rows of a local file; or of a split of a hub id (`owner/name[:subset][@revision]`), or of a folder.
+def load_rows(
+    ref: str, split: str, names: Sequence[str] = ("train", "test"), key: str = "split"
+) -> list[dict[str, Any]]:
+    """Rows of a split of a local file, a hub id (`owner/name[:subset][@revision]`), or a folder.
 
     A folder holds data files, or what `save_to_disk` wrote. `split` is written as for the datasets library,
-    "train[:1000]"; it is not read for a file. Errors: InputError.
+    "train[:1000]"; `names`: of what has one split only, such as a file; `key`: of the split. Errors: InputError.
     """
     refuse_given(ref)
-    return read_rows(Path(ref)) if is_file_name(ref) else _read_dataset(ref, split)
+    if not is_file_name(ref):
+        return _read_dataset(ref, split, names, key)
+    rows = read_rows(Path(ref))
+    if split in names:
+        return rows
+    try:
+        return [rows[i] for _, part in _ranges(dict.fromkeys(names, len(rows)), split) for i in part]
+    except ValueError as error:
+        raise InputError(f"{ref}: {_wrong_split(error, split, key)}") from error
 
 
 def is_file_name(ref: str) -> bool:
@@ -192,7 +202,7 @@ def _mapping(row: Any, where: str) -> dict[str, Any]:
     return row
 
 
-def _read_dataset(ref: str, split: str) -> list[dict[str, Any]]:
+def _read_dataset(ref: str, split: str, names: Sequence[str], key: str) -> list[dict[str, Any]]:
     import datasets
 
     folder = Path(ref).is_dir()
@@ -203,39 +213,68 @@ def _read_dataset(ref: str, split: str) -> list[dict[str, Any]]:
     datasets.utils.disable_progress_bars()
     try:
         if _is_saved(ref):
-            return _saved_rows(ref, split)
+            return _saved_rows(ref, split, names)
         data = datasets.load_dataset(name.name, name.subset, split=split, revision=name.revision)
         return [dict(row) for row in data]
     except Exception as error:  # the library raises a dozen kinds
-        raise InputError(f"{ref}: {_reason(error, ref, split)}") from error
+        raise InputError(f"{ref}: {_reason(error, ref, split, key)}") from error
 
 
 def _is_saved(folder: str) -> bool:
     return any((Path(folder) / file).is_file() for file in SAVED)
 
 
-def _saved_rows(folder: str, split: str) -> list[dict[str, Any]]:
-    """The rows of a split that `save_to_disk` wrote; the name of the split is not read where there is only one."""
+def _saved_rows(folder: str, split: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a split that `save_to_disk` wrote; a single one may have any of the `names`, beside its own."""
     import datasets
 
     data = datasets.load_from_disk(folder)
-    parts = data if isinstance(data, datasets.DatasetDict) else {re.split(r"[\[(+]", split)[0]: data}
-    asked = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in parts.items()})
-    return [dict(row) for one in asked for row in parts[one.splitname].select(range(one.from_, one.to))]
+    parts = data if isinstance(data, datasets.DatasetDict) else dict.fromkeys([*names, str(data.split)], data)
+    asked = _ranges({name: len(part) for name, part in parts.items()}, split)
+    return [dict(row) for name, part in asked for row in parts[name].select(part)]
 
 
-def _reason(error: Exception, ref: str, split: str) -> str:
+def _ranges(sizes: Mapping[str, int], split: str) -> list[tuple[str, range]]:
+    """The rows that "train[:1000]" or "train+test" names, of splits of these sizes. Errors: ValueError."""
+    import datasets
+
+    asked = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [(one.splitname, range(one.from_, one.to)) for one in asked]
+
+
+def _wrong_split(error: Exception, split: str, key: str) -> str:
+    wrong, *names = re.findall(r"['\"]([^'\"]+)['\"]", first_line(error)) or [""]
+    if names:  # 'Unknown split "tran". Should be one of ["train", "test"].'
+        return f"has no split {wrong!r} ({key}){suggestion(wrong, names)}"
+    return f"{key}: {first_line(error)}: {split!r}"
+
+
+def _data_files(folder: str) -> list[Path]:
+    files = (file for file in sorted(Path(folder).rglob("*")) if data_suffix(file.name) in DATA_SUFFIXES)
+    return [file for file in files if file.is_file()]
+
+
+def unread_files(folder: str) -> list[str]:
+    """The data files of a folder that belong to none of its splits: the datasets library reads files of one kind."""
+    import datasets
+
+    if _is_saved(folder):
+        return []
+    splits = (datasets.load_dataset_builder(folder).config.data_files or {}).values()
+    read = {Path(file).resolve() for files in splits for file in files}
+    names = {file: file.relative_to(folder).as_posix() for file in _data_files(folder) if file.resolve() not in read}
+    return [name for name in names.values() if not re.search(r"(^|/)[._]", name)]  # hidden ones
+
+
+def _reason(error: Exception, ref: str, split: str, key: str) -> str:
     text = first_line(error)
-    if text.startswith("Unknown split"):  # 'Unknown split "tran". Should be one of ["train", "test"].'
-        names = re.findall(r"['\"]([^'\"]+)['\"]", text.partition("one of")[2])
-        return f"has no split {split!r}{suggestion(split, names)}"
+    if text.startswith(("Unknown split", "Unrecognized instruction")):
+        return _wrong_split(error, split, key)
     if not Path(ref).is_dir():
         return f"cannot be read: {text}; {no_such_file(ref)}"
     if _is_saved(ref):
         return f"cannot be read: {text}"
-    files = [
-        file for file in sorted(Path(ref).rglob("*")) if data_suffix(file.name) in DATA_SUFFIXES and file.is_file()
-    ]
+    files = _data_files(ref)
     if not files:
         return f"the folder holds no data files ({' '.join(DATA_SUFFIXES)})"
     problems = list[str]()

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_kl.errors import InputError, blame
+from rlhf_kl.errors import InputError, blame, suggestion
 from rlhf_kl.hub import first_line
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.pretrained import switch_dropout_off
@@ -92,10 +92,11 @@ def add_adapter(
 
     `target_modules`: names of the layers that get one; None = every linear layer but the head. `ref`: what the
     adapter's config says of its base. Deterministic for a seed, so that a resumed run has the same start.
-    Errors: InputError where no layer has such a name.
+    Errors: InputError for each name that no layer has.
     """
     from peft import LoraConfig, get_peft_model
 
+    _check_targets(model, target_modules or [])
     settings = LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -115,6 +116,16 @@ def add_adapter(
     config = adapted.peft_config[TRAINED]
     config.base_model_name_or_path, config.revision = (ref, None) if Path(ref).is_dir() else (name, revision or None)
     return _ready(adapted)
+
+
+def _check_targets(model: Any, targets: list[str]) -> None:
+    """Errors: InputError for each name that no layer has; peft takes the others without a word."""
+    names = [f".{name}" for name, _ in model.named_modules()]
+    linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
+    unknown = [target for target in targets if not any(name.endswith(f".{target}") for name in names)]
+    if unknown:
+        told = (f"target_modules: no layer has the name {name!r}{suggestion(name, linear)}" for name in unknown)
+        raise InputError(*told)
 
 
 def load_adapter(model: Any, folder: str | Path) -> Any:

@@ -103,7 +103,7 @@ class RewardModel:
         names_types = "token_type_ids" in tokenizer.model_input_names
         self.has_types = self.encoder and names_types and getattr(model.config, "type_vocab_size", 0) > 1
         if self.form.pair and not self.encoder:
-            raise InputError(f"reward.text_pair: a {type(model).__name__} reads one text, not a pair: set it to false")
+            raise InputError(f"text_pair: a {type(model).__name__} reads one text, not a pair: set it to false")
         # Tokenizers without a limit have a number of 30 digits.
         limits = [n for n in (context_length(model), tokenizer.model_max_length) if n is not None and n < 1 << 31]
         self.limit = min(limits, default=None)

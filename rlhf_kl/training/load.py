@@ -148,6 +148,10 @@ class Loader:
             with read_as_float32(model):
                 options: Any = {"form": text_format(model, **form), "label": section.label, "dtype": self.dtype}
                 reward = RewardModel(model, tokenizer, **options)
+            if section.append_eos is not None and (reward.encoder or reward.form.chat):
+                ends = "its chat template (as its folder says)" if reward.form.chat else "an encoder's tokenizer"
+                unread = f"{key.removesuffix('.model')}.append_eos is not read: {section.append_eos}"
+                raise InputError(f"{ends} ends the text, so {unread}")
         if reward.has_types and section.text_pair is None and not reward.form.pair:
             where = key.removesuffix(".model")
             log.info(

@@ -50,7 +50,8 @@ def resolve(config: TrainConfig, given: Given = NOTHING) -> Resolved:
     if own_texts != []:
         read = partial(read_texts, column=held.column, key="eval.column:")
         own = sets.given_rows(own_texts, held.column)
-        texts = sets.evaluated(sets.load("eval.texts", held.texts, held.split, read, held.most_texts, own), held)
+        options: Any = {"most": held.most_texts, "given": own, "beside": held.prompts}
+        texts = sets.evaluated(sets.load("eval.texts", held.texts, held.split, read, **options), held)
     chat = files.data.chat_template
     if chat == "auto" and rows[0]:
         chat = decided_chat(files.data, rows[0], Loader(files.run).tokenizer(files.policy.model, "policy.model"))
@@ -70,7 +71,7 @@ def decided_chat(form: PromptsSection, prompts: Sequence[PromptRow], tokenizer: 
     if form.chat_template != "auto":
         return form.chat_template
     chat = bool(tokenizer.chat_template) and any(prompt.messages for prompt in prompts)
-    refuse(*chat_problems(form.system, form.chat_options, chat))
+    refuse(*chat_problems(form, chat=chat))
     if tokenizer.chat_template:
         kind, use = ("conversations", "used") if chat else ("plain texts", "not used")
         log.info(f"data.prompts are {kind}: the tokenizer's chat template is {use} (data.chat_template: auto)")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_kl import ui
 from rlhf_kl.config.schema.eval import EvalSection
 from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection
 from rlhf_kl.config.schema.training import PromptsSection
-from rlhf_kl.data.files import load_rows
+from rlhf_kl.data.files import is_file_name, load_rows, unread_files
 from rlhf_kl.data.rows import (
     Example,
     Labelled,
@@ -38,16 +40,31 @@ FEWEST_TEXTS = 4  # however long
 
 
 def load(
-    key: str, ref: str, split: str, read: Reader[T], most: int | None = None, given: Sequence[Any] | None = None
+    key: str,
+    ref: str,
+    split: str,
+    read: Reader[T],
+    most: int | None = None,
+    given: Sequence[Any] | None = None,
+    beside: str | None = None,
 ) -> list[T]:
     """At most `most` rows of the file or data set under the config key `key` (None = all), as `read` makes them.
 
-    `given`: the rows, where they came from Python.
+    `given`: the rows, where they came from Python. `beside`: what the same key of the split also selects from.
     """
+    section, _, name = key.rpartition(".")
+    selects = f"{section}.{'eval_' * name.startswith('eval_')}split".lstrip(".")
+    names = ["train"] if selects == "data.split" else ["train", "test"]  # a file's: it may have that of the default
+    if beside is not None and not is_file_name(beside):
+        names.append(re.split(r"[\[(+]", split)[0])  # which is one of the other data set
     with ui.progress(f"reading {key}"), blame(key):
-        found, left_out = read(load_rows(ref, split) if given is None else list(given), ref)
+        found, left_out = read(load_rows(ref, split, names, selects) if given is None else list(given), ref)
     if left_out:
         log.info(f"{key}: {left_out}")
+    if given is None and Path(ref).is_dir() and (unread := unread_files(ref)):
+        log.warning(
+            f"{key}: {ref}: not read: {', '.join(unread)}: keep files of one kind in a folder, or name one file"
+        )
     return drawn(found, most)
 
 
@@ -113,7 +130,7 @@ def prompts(
     read = prompt_reader(data)
     train, kept = load("data.prompts", data.prompts, data.split, read, given=given), None
     if held.prompts is not None:
-        kept = load("eval.prompts", held.prompts, held.split, read)
+        kept = load("eval.prompts", held.prompts, held.split, read, beside=held.texts)
     elif (count := len({row.text for row in train})) < HELDOUT_SHARE:
         log.info(f"data.prompts: {count} are too few to hold some out: evaluations use them too (or eval.prompts)")
         return train, train

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from rlhf_kl.config.resolve import gradient_notes, unused_notes
 from rlhf_kl.config.schema import MODELS, Section, SFTConfig, TrainConfig, section_of
 from rlhf_kl.config.schema.control import KLSection
+from rlhf_kl.config.schema.reward import RewardSection
+from rlhf_kl.config.schema.supervised import PairsSection, SFTDataSection, SFTPolicySection
 
 
 @pytest.mark.parametrize("model", MODELS.values())
@@ -96,6 +99,48 @@ def test_what_a_section_on_kl_leaves_out(written: dict[str, Any], expected: dict
 )
 def test_choices_that_are_no_kl_gradient_are_said(kl: dict[str, Any], noted: bool) -> None:
     assert len(gradient_notes(TrainConfig.model_validate({"kl": kl}))) == noted
+
+
+LABELS = {"labels": "l.csv"}
+RESPONSES = {"texts": "t.jsonl", "response_column": "answer"}
+MODEL = {"model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("section", "raw", "key", "reader"),
+    [
+        (PairsSection, LABELS | {"template": "{title}"}, "data.template", "data.pairs"),
+        (PairsSection, LABELS | {"chat_template": True}, "data.chat_template", "data.pairs"),
+        (PairsSection, LABELS | {"chosen_column": "a"}, "data.chosen_column", "data.pairs"),
+        (PairsSection, {"pairs": "p.csv", "label_column": "a"}, "data.label_column", "data.labels"),
+        (PairsSection, {"pairs": "p.csv", "eval_split": "a"}, "data.eval_split", "data.eval_pairs"),
+        (SFTDataSection, RESPONSES | {"column": "body"}, "data.column", "data.response_column"),
+        (SFTDataSection, RESPONSES | {"system": "c"}, "data.system", "data.chat_template"),
+        (SFTDataSection, {"texts": "t.jsonl", "prompt_column": "p"}, "data.prompt_column", "data.response_column"),
+        (SFTDataSection, {"texts": "t.jsonl", "eval_split": "dev"}, "data.eval_split", "data.eval_texts"),
+        (SFTPolicySection, MODEL | {"architecture": {"layers": 4}}, "policy.architecture", "policy.model"),
+        (
+            RewardSection,
+            MODEL | {"chat_template": True, "append_eos": True},
+            "reward.append_eos",
+            "reward.chat_template",
+        ),
+        (RewardSection, MODEL | {"chat_template": True, "text_pair": True}, "reward.text_pair", "reward.chat_template"),
+        (RewardSection, MODEL | {"text_pair": True, "append_eos": False}, "reward.append_eos", "reward.text_pair"),
+        (RewardSection, MODEL | {"interface": "trl"}, "reward.interface", "reward.kind"),
+        (RewardSection, {"kind": "m.py:f", "append_eos": True}, "reward.append_eos", "reward.kind"),
+    ],
+)
+def test_a_written_key_that_nothing_reads_is_refused(
+    section: type[Section], raw: dict[str, Any], key: str, reader: str
+) -> None:
+    """A stored config writes every key: one with the value of its default is none."""
+    with pytest.raises(ValidationError) as caught:
+        section.model_validate(raw)
+    assert f"{key} is only read where {reader} " in str(caught.value)
+    name = key.partition(".")[2]
+    default = section.model_fields[name].get_default(call_default_factory=True)
+    section.model_validate(raw | {name: default})
 
 
 RLOO = {"rollout": {"samples_per_prompt": 2}}

@@ -3,12 +3,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rlhf_kl.data.files import load_rows, read_rows
+from rlhf_kl.data.files import load_rows, read_rows, unread_files
 from rlhf_kl.data.rows import read_texts
 from tests import made
 
@@ -164,7 +165,7 @@ def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
     data.save_to_disk(one)
     DatasetDict({"train": data, "test": data.select(range(3))}).save_to_disk(several)
     read = {
-        (one, "train"): range(10),  # its split has no name: it is read like a file
+        (one, "train"): range(10),  # it has one split, as a file has
         (one, "test"): range(10),
         (one, "train[8:]"): range(8, 10),
         (several, "test"): range(3),
@@ -174,8 +175,51 @@ def test_a_data_set_that_was_saved_to_disk(tmp_path: Path) -> None:
     for (folder, split), numbers in read.items():
         assert [row["n"] for row in load_rows(folder, split)] == list(numbers)
     assert "mean train?" in made.problem(load_rows, several, "tran")
+    assert "no split 'tset'" in made.problem(load_rows, one, "tset")
     next(Path(one).glob("*.arrow")).unlink()
     assert "cannot be read: " in made.problem(load_rows, one, "train")
+
+
+@pytest.mark.parametrize(
+    ("split", "numbers"),
+    [
+        ("train", range(10)),
+        ("test", range(10)),
+        ("train[8:]", range(8, 10)),
+        ("train[:20%]", range(2)),
+        ("test[9:]+train[:1]", [9, 0]),
+        ("tset", r"no split 'tset' \(data\.split\); .*test"),
+        ("tran[:5]", r"no split 'tran' \(data\.split\); .*train"),
+        ("train[", r"data\.split: .*'train\['"),
+    ],
+)
+def test_a_file_gives_the_part_that_a_saved_data_set_gives(
+    split: str, numbers: Sequence[int] | str, tmp_path: Path
+) -> None:
+    rows = [{"n": n} for n in range(10)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for ref in map(str, (tmp_path / "x.jsonl", tmp_path / "saved")):
+        if isinstance(numbers, str):
+            words = made.problem(load_rows, ref, split, key="data.split")
+            assert words.startswith(ref)
+            assert re.search(numbers, words)
+        else:
+            assert [row["n"] for row in load_rows(ref, split)] == list(numbers)
+
+
+def test_the_files_of_a_folder_that_no_split_holds_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl", ".c.csv"):
+        (folder / name).write_text('{"n": 1}\n')
+    assert len(load_rows(str(folder), "train")) == 2
+    assert unread_files(str(folder)) == []
+    (folder / "d.csv").write_text("n\n1\n")
+    assert unread_files(str(folder)) == ["d.csv"]
+    (folder / "train.jsonl").write_text('{"n": 1}\n')  # a file with the name of a split leaves the others out
+    assert unread_files(str(folder)) == ["a.jsonl", "b.jsonl", "d.csv"]
 
 
 @pytest.mark.parametrize("ref", ["https://x.org/a.jsonl", "s3://bucket/rows", "hf://datasets/a/b", "file:///tmp/a.csv"])

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 
+from rlhf_kl.errors import InputError
 from rlhf_kl.models.lm import LM
 from rlhf_kl.models.lora import AdapterReference, add_adapter
 from rlhf_kl.models.pretrained import size_words
 from rlhf_kl.ops.packing import pack_last
 from rlhf_kl.seeding import uniforms
 from rlhf_kl.types import Sampling
-from tests.made import Make, move, numbers
+from tests.made import Make, move, numbers, problem
 
 SAMPLING = Sampling(8, 0.9, [2], 0)
 
@@ -26,6 +27,18 @@ def pair(request: pytest.FixtureRequest, new_model: Make) -> tuple[LM, AdapterRe
     reference = AdapterReference(policy, keep_start=request.param)
     move(policy, seed=2)
     return LM(policy), reference, start
+
+
+def test_each_name_of_a_layer_is_checked_by_itself(new_model: Make) -> None:
+    options = {"r": 2, "alpha": 4.0, "ref": "base", "seed": 1}
+    words = problem(add_adapter, new_model(), target_modules=["c_attn", "c_porj"], **options)
+    assert "'c_porj'; did you mean c_proj?" in words
+    with pytest.raises(InputError) as caught:
+        add_adapter(new_model(), target_modules=["attn.c_atn", "c_attn", "roj"], **options)
+    assert ["c_attn?" in caught.value.problems[0], "'roj'" in caught.value.problems[1]] == [True, True]
+    adapted = add_adapter(new_model(), target_modules=["c_attn", "mlp.c_proj"], **options)
+    found = {name.split(".lora_A")[0].split("h.0.")[-1] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert {"attn.c_attn", "mlp.c_proj"} == {name for name in found if "h." not in name}
 
 
 def test_switched_off_it_is_the_start_bit_for_bit(pair: tuple[LM, AdapterReference, LM], prompts_of: Make) -> None:

@@ -92,6 +92,37 @@ def test_held_out_prompts_that_are_named_win(tmp_path: Path) -> None:
     assert sets.prompts(prompts(train), EvalSection(texts="t.txt", prompts=own))[1] == [("mine", {"q": "mine"}, ())]
 
 
+def test_a_slice_and_the_name_of_a_split_are_read_for_a_file(tmp_path: Path, caplog: Any) -> None:
+    file = jsonl(tmp_path / "p.jsonl", [{"q": f"{i}", "text": f"{i}"} for i in range(40)])
+    own = jsonl(tmp_path / "h.jsonl", [{"q": f"mine {i}"} for i in range(6)])
+    section = prompts(file)
+    train, _ = sets.prompts(section.model_copy(update={"split": "train[30:]"}), HELD)
+    assert [row.text for row in train] == [str(i) for i in range(30, 40)]
+    held = EvalSection(texts="t.txt", prompts=own, split="test[:2]")
+    assert [row.text for row in sets.prompts(section, held)[1]] == ["mine 0", "mine 1"]
+    other = section.model_copy(update={"split": "test"})
+    assert problem(sets.prompts, other, HELD).startswith(f"data.prompts: {file}: has no split 'test' (data.split)")
+    held = EvalSection(texts="t.txt", prompts=own, split="validation[:1]")
+    assert "(eval.split)" in problem(sets.prompts, section, held)
+    held = held.model_copy(update={"texts": "owner/name"})  # whose split it names
+    assert [row.text for row in sets.prompts(section, held)[1]] == ["mine 0"]
+    texts = SFTDataSection(texts=file, eval_texts=file, eval_split="tset")
+    assert "(data.eval_split)" in problem(sets.documents, texts)
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (folder := tmp_path / "mine").mkdir()
+    jsonl(folder / "a.jsonl", [{"q": "a"}])
+    (folder / "b.csv").write_text("q\nb\n")
+    section = prompts(str(folder))
+    assert sets.load("data.prompts", section.prompts, "train", sets.prompt_reader(section)) == [("a", {"q": "a"}, ())]
+    [line] = [line for line in caplog.messages if line.startswith("data.prompts: ")]
+    assert "b.csv" in line
+
+
 def test_some_rows_are_drawn_from_all_of_a_sorted_file() -> None:
     few = sets.drawn(range(1000), 50)
     assert few == sorted(set(few)) == sets.drawn(range(1000), 50)

@@ -70,7 +70,7 @@ class EvalSection(Section):
     prompts: OptionalSource = None
     """Held-out prompts to score, with the same columns as data.prompts; null = those that belong to data.prompts."""
     split: Name = "test"
-    """Split of a hub id or folder in `texts` and `prompts`."""
+    """Split of a hub id, folder or file in `texts` and `prompts`, such as test[:100]; a file is train or test."""
     responses: Count | Literal["auto"] = "auto"
     """Responses to held-out prompts in an evaluation of a run, one to each or, of fewer prompts, more. auto = 24.
 

@@ -14,6 +14,7 @@ from rlhf_kl.config.schema.sections import (
     Positive,
     Section,
     refuse,
+    unread,
 )
 from rlhf_kl.errors import nearest, suggestion
 from rlhf_kl.plugins import checked_options, is_reference, missing_variables
@@ -22,6 +23,7 @@ from rlhf_kl.remote import HttpReward
 SUM = "sum"  # the reward that is made of several
 EACH: Literal["each"] = "each"  # of its terms is normalised
 SERVERS = {"http": HttpReward}  # rewards behind a URL
+MODEL_KEYS = ("model", "label", "text_pair", "chat_template", "append_eos")
 MODEL = "a local folder, a hub id (owner/name@revision), or builtin:NAME"
 
 
@@ -48,7 +50,7 @@ class ScorerSection(Section):
     chat_template: bool | None = None
     """Format prompt and response with the reward model's chat template; null = as stored in its folder, else false."""
     append_eos: bool | None = None
-    """End the text with the reward model's EOS; null = as stored in its folder, else true."""
+    """End the text of a decoder with its EOS, without a chat template; null = as stored in its folder, else true."""
     interface: Literal["trl"] | None = None
     """How a function is called: null = f(prompts, responses, and the columns that it names); trl = as in TRL."""
 
@@ -72,17 +74,16 @@ class ScorerSection(Section):
         elif named:
             fields = type(self).model_fields
             found += [f"{path}.{key}: unknown key{suggestion(key, fields, f'{path}.')}" for key in self.options]
-        if named and self.interface is not None:
-            found.append(f"{path}.interface is only read where {path}.kind is a function: {self.interface!r}")
+        if named:
+            found += unread(self, path, ("interface",), f"{path}.kind is a function")
         if self.kind == "model" and not self.model:
             found.append(f"{path}.model is missing: {MODEL}; or name a function as {path}.kind")
-        if self.text_pair and self.chat_template:
-            found.append(
-                f"{path}.text_pair and {path}.chat_template exclude each other: a chat template writes one text"
-            )
-        for key in ("model", "label", "text_pair", "chat_template", "append_eos") if self.kind != "model" else ():
-            if (value := getattr(self, key)) is not None:
-                found.append(f"{path}.{key} is only read where {path}.kind is model: {value!r}")
+        if self.kind != "model":
+            found += unread(self, path, MODEL_KEYS, f"{path}.kind is model")
+        elif self.chat_template:
+            found += unread(self, path, ("text_pair", "append_eos"), f"{path}.chat_template is false")
+        elif self.text_pair:
+            found += unread(self, path, ("append_eos",), f"{path}.text_pair is false")
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -94,10 +94,16 @@ def require_divides(small: str, small_value: int, large: str, large_value: int) 
         raise InputError(f"{small} must divide {large} ({large_value}): {small_value}")
 
 
-def chat_problems(system: str | None, options: Mapping[str, Any], chat: bool) -> list[str]:
+def unread(section: Section, path: str, keys: Sequence[str], where: str) -> list[str]:
+    """Problems of written keys that are only read `where`; no defaults, since a stored config writes every key."""
+    fields, values = type(section).model_fields, {key: getattr(section, key) for key in keys}
+    written = [key for key, value in values.items() if value != fields[key].get_default(call_default_factory=True)]
+    return [f"{path}.{key} is only read where {where}: {values[key]!r}" for key in written]
+
+
+def chat_problems(data: Section, *, chat: bool) -> list[str]:
     """Problems of a system message and of options beside a chat template that is not used."""
-    given = [] if chat else [name for name, value in (("system", system), ("chat_options", options)) if value]
-    return [f"data.{name} is only read where data.chat_template is true" for name in given]
+    return [] if chat else unread(data, "data", ("system", "chat_options"), "data.chat_template is true")
 
 
 # ---- sections ----

@@ -24,6 +24,7 @@ from rlhf_kl.config.schema.sections import (
     inner,
     refuse,
     require_divides,
+    unread,
     with_world,
 )
 from rlhf_kl.errors import InputError
@@ -58,6 +59,8 @@ class SFTPolicySection(TunedSection):
     def _agrees(self) -> Self:
         if self.lora and self.model is None:
             raise InputError("policy.lora needs a policy.model to adapt")
+        if self.model is not None:
+            refuse(*unread(self, "policy", ("architecture",), "policy.model is null"))
         return self
 
 
@@ -68,7 +71,7 @@ class SFTDataSection(Section):
     Default: the texts of a built-in world; a model of your own has no default.
     """
     split: Name = "train"
-    """Split of a hub id or folder, such as train or train[:1000]."""
+    """Split of a hub id, folder or file, such as train or train[:1000]; a file is train."""
     column: Name = "text"
     """Column or key of the text, if there are no prompts and responses."""
     template: Template | None = None
@@ -86,17 +89,19 @@ class SFTDataSection(Section):
     eval_texts: OptionalSource = None
     """Held-out rows with the same columns; null = those that belong to `texts`, else a part that is not trained on."""
     eval_split: Name = "test"
-    """Split of a hub id or folder in `eval_texts`."""
+    """Split of a hub id, folder or file in `eval_texts`, such as test[:100]; a file is train or test."""
     max_documents: Count | None = None
     """Maximum number of texts, drawn at random; null = all."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        problems = chat_problems(self.system, self.chat_options, self.chat_template)
-        if self.prompt_column is not None and self.response_column is None:
-            problems.append("data.prompt_column needs a data.response_column beside it")
-        if self.chat_template and self.response_column is None:
-            problems.append("data.chat_template needs data.response_column: texts have no turns")
+        problems = chat_problems(self, chat=self.chat_template)
+        if self.response_column is None:
+            problems += unread(self, "data", ("prompt_column", "chat_template"), "data.response_column is given")
+        else:
+            problems += unread(self, "data", ("column",), "data.response_column is null")
+        if self.eval_texts is None:
+            problems += unread(self, "data", ("eval_split",), "data.eval_texts is given")
         refuse(*problems)
         return self
 
@@ -151,7 +156,7 @@ class PairsSection(Section):
     Default without labels: the pairs of the built-in model.
     """
     split: Name = "train"
-    """Split of a hub id or folder, such as train or train[:1000]."""
+    """Split of a hub id, folder or file, such as train or train[:1000]; a file is train."""
     prompt_column: Name | None = "prompt"
     """Column or key of the prompt; null = the common beginning of the responses, or the user's turn of a chat."""
     chosen_column: Name = "chosen"
@@ -165,7 +170,7 @@ class PairsSection(Section):
     eval_pairs: OptionalSource = None
     """Held-out pairs or labelled texts; null = those that belong to `pairs`, else a part that is not trained on."""
     eval_split: Name = "test"
-    """Split of a hub id or folder in `eval_pairs`."""
+    """Split of a hub id, folder or file in `eval_pairs`, such as test[:100]; a file is train or test."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -173,8 +178,12 @@ class PairsSection(Section):
             raise InputError("data.labels and data.pairs exclude each other: train on one of them")
         if self.labels is None and self.pairs is None:
             raise InputError("data.pairs must be given if there are no data.labels: null")
-        if self.labels is not None and self.chat_template:
-            raise InputError("data.chat_template needs data.pairs: labelled texts have no turns")
+        of_pairs = ("prompt_column", "chosen_column", "rejected_column", "template", "chat_template")
+        keys, other = (of_pairs, "pairs") if self.pairs is None else (("text_column", "label_column"), "labels")
+        problems = unread(self, "data", keys, f"data.{other} are given")
+        if self.eval_pairs is None:
+            problems += unread(self, "data", ("eval_split",), "data.eval_pairs are given")
+        refuse(*problems)
         return self
 
 

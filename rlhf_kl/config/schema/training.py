@@ -68,7 +68,7 @@ class PromptsSection(Section):
     Default: the prompts of the built-in policy.
     """
     split: Name = "train"
-    """Split of a hub id or folder, such as train or train[:1000]."""
+    """Split of a hub id, folder or file, such as train or train[:1000]; a file is train."""
     column: Name = "prompt"
     """Column or key of the prompt."""
     template: Template | None = None
@@ -84,7 +84,7 @@ class PromptsSection(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        refuse(*chat_problems(self.system, self.chat_options, bool(self.chat_template)))
+        refuse(*chat_problems(self, chat=bool(self.chat_template)))
         return self
 
 
