@@ -20,7 +20,8 @@ TABLE: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "dtype": [({"dtype": "d", "device": "cpu", "slower": 1.2, "slowdown": x}, x < 1.3) for x in (1.2, 1.3)],
     "rate": [(RATE | {"ratio": x}, 0.2 <= x <= 5) for x in (0.19, 0.2, 5.0, 5.1)],
     "context": [({"longest": 4, "new": 6, "limit": x}, x is not None) for x in (32, None)],
-    "reward context": [({"limit": 8, "most": 9}, False)],
+    "reads": [({"key": "k", "shown": "'ab'", "advice": "other", "doubt": x}, not x) for x in ("", "why")],
+    "reward context": [({"key": "k", "limit": 8, "new": 2, "cut": 3, "count": 4}, False)],
     "no accuracy": [({}, False)],
     "accuracy": [
         *(({"accuracy": x, "chance": 0.5, "where": "pairs"}, x >= 0.6) for x in (0.59, 0.6)),

@@ -128,15 +128,15 @@ def check_chat(setup: Setup, chat: bool | str) -> Iterator[Finding]:
 
 
 def check_context(config: TrainConfig, setup: Setup) -> Iterator[Finding]:
-    """Whether prompt and response fit into what policy and reward model read."""
-    new, limit = config.rollout.max_new_tokens, context_length(setup.policy.model)
+    """Whether prompt and response fit into what policy and reward models read, and what these read."""
+    new, limit, prompts = config.rollout.max_new_tokens, context_length(setup.policy.model), setup.prompts.table.asked
     yield judge("context", longest=setup.prompts.longest, new=new, limit=limit)
-    reward = setup.scorers.model
-    if reward is not None and reward.limit is not None:
-        prompts = setup.prompts.table.asked
-        most = new + max(map(len, reward.encode(prompts, [""] * len(prompts))))
-        if most > reward.limit:
-            yield judge("reward context", limit=reward.limit, most=most)
+    for reward in setup.scorers.models.values():
+        facts = {"key": reward.key, "shown": repr(reward.shown()), "limit": reward.limit, "new": new}
+        yield judge("reads", **facts, doubt=reward.doubt, advice=reward.advice)
+        sizes = map(len, reward.encode(prompts, [""] * len(prompts)))
+        if over := sum(reward.limit is not None and size + new > reward.limit for size in sizes):
+            yield judge("reward context", **facts, cut=over, count=len(prompts))
 
 
 def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> Iterator[Finding]:

@@ -55,8 +55,9 @@ CHECKS = {
         "make sure that the model was trained on texts of this length"),
     "chat": Check("prompts", "the policy has a chat template, and plain prompts do not use it",
         change="data.chat_template=true, if it was trained on chats; else false"),
-    "reward context": Check("context", "the reward model reads {limit} tokens, but texts have up to {most}: it loses "
-        "the beginning of the longest", change="a lower rollout.max_new_tokens, or shorter prompts"),
+    "reads": Check("reads", "{key} reads {shown}", lambda f: not f["doubt"], doubt="; {doubt}", change="{advice}"),
+    "reward context": Check("context", "{key} reads {limit} tokens; with {new} new ones {cut} of {count} prompts are "
+        "longer and lose their beginning", change="a lower rollout.max_new_tokens, or shorter prompts"),
     "no accuracy": Check("reward", "the accuracy of the reward model is unknown",
         change="measure it: doctor --pairs FILE"),
     "accuracy": Check("reward", "the reward model is right on {accuracy:.0%} of {where}, and guessing on {chance:.0%}",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from rlhf_kl.models.labels import labels
 from rlhf_kl.models.lm import FLOAT16_ENDS, Trunk
 from rlhf_kl.models.lora import has_adapter
 from rlhf_kl.models.pretrained import check_tokens, context_length, save_model
-from rlhf_kl.models.tokens import encode_all, pad
+from rlhf_kl.models.tokens import AS_WRITTEN, encode_all, pad
 from rlhf_kl.ops.packing import (
     Layout,
     group_lengths,
@@ -31,6 +31,7 @@ from rlhf_kl.ops.packing import (
     text_layout,
 )
 from rlhf_kl.sharding import equally_many, has_shards
+from rlhf_kl.text import cut
 from rlhf_kl.types import Prompt, Responses
 from rlhf_kl.ui import log
 
@@ -44,6 +45,16 @@ T = TypeVar("T")
 
 FORMAT_KEY = "rlhf_kl_format"  # in the config.json of a model that was trained here
 FORMAT_FILE = "rlhf_kl_format.json"  # beside an adapter, which has no config.json
+EXAMPLE = (["Was it good?"], ["Yes, it was."])  # a prompt and a response that are shown as a model reads them
+SHOWN = 400  # characters of them at most
+
+
+class Texts(NamedTuple):
+    """What a reward model reads."""
+
+    rows: Rows  # ids of each text
+    types: Rows | None  # of an encoder's tokens, where it has such
+    shortened: int  # how many texts have lost their beginning
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,10 @@ class RewardModel:
         form: TextFormat | None = None,
         label: str | None = None,
         dtype: torch.dtype = torch.float32,
+        key: str = "reward model",
     ) -> None:
-        """Errors: InputError for a classifier whose head needs more than the last state."""
-        self.model, self.tokenizer = model, tokenizer
+        """`key`: its config key. Errors: InputError for a classifier whose head needs more than the last state."""
+        self.model, self.tokenizer, self.key = model, tokenizer, key
         self.form = form or text_format(model)
         if self.form.chat:
             require_chat_template(tokenizer, "reward.model")
@@ -108,7 +120,9 @@ class RewardModel:
         limits = [n for n in (context_length(model), tokenizer.model_max_length) if n is not None and n < 1 << 31]
         self.limit = min(limits, default=None)
         self.trunk = Trunk(model, dtype)
+        self.doubt, self.advice = "", ""  # of a format that is only guessed
         self.told = False  # that the chat template leaves out system messages
+        self.cuts_told = False  # that a text has lost its beginning
         self.overflowed = False  # in float16, which was told
         self.keeps_states = False
         # Of the last batch, where `keeps_states`: its layout, with a token more behind each text, and states (N, H).
@@ -158,13 +172,16 @@ class RewardModel:
         """
         if not responses:  # a process whose part is empty
             return torch.zeros(0)
-        rows, types = self._encode(prompts, responses)
+        rows, types, shortened = self.read(prompts, responses)
+        if shortened and not self.cuts_told:
+            self.cuts_told = True
+            log.warning(f"{self.key}: {self.cut_words(shortened, len(rows))} (told once)")
         check_tokens(self.model, self.tokenizer, rows)
         read = partial(self._encoded, types) if self.encoder else partial(self._behind, self._starts(prompts, rows))
         scores = read(rows, SCORING_ROWS).cpu()
         if self.trunk.dtype == torch.float16 and not self.overflowed and not bool(scores.isfinite().all()):
             self.overflowed = True
-            log.warning(f"reward model: a score is not finite; activations may be too large, since {FLOAT16_ENDS}")
+            log.warning(f"{self.key}: a score is not finite; activations may be too large, since {FLOAT16_ENDS}")
         return torch.where(scores.isfinite(), scores, math.inf)
 
     def _encoded(self, types: Rows | None, rows: Rows, most_rows: int) -> Tensor:
@@ -237,28 +254,44 @@ class RewardModel:
 
     def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Rows:
         """bos, prompt, response, eos; or a pair, or the chat template's tokens. A long text loses its beginning."""
-        return self._encode(prompts, responses)[0]
+        return self.read(prompts, responses).rows
 
-    def _encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> tuple[Rows, Rows | None]:
-        """The ids of each text, and their types where the model has such."""
+    def read(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Texts:
+        """As `encode`, with what else is known of the texts."""
         pairs = list(zip(prompts, responses, strict=True))
         if self.form.chat:
             texts = [chat_exchange(self.tokenizer, prompt, response, None, {}) for prompt, response in pairs]
             if not self.told and any(exchange_lacks_system(self.tokenizer, prompt) for prompt in prompts):
                 self.told = True
-                log.warning("reward model: its chat template leaves out system messages, so it does not read them")
+                log.warning(f"{self.key}: its chat template leaves out system messages, so it does not read them")
         else:
             texts = [plain_text(prompt) + response for prompt, response in pairs]
         if self.encoder and not self.form.chat:
-            self.tokenizer.truncation_side = "left"
-            read = [[plain_text(prompt) for prompt in prompts], list(responses)] if self.form.pair else [texts]
-            limits = {"truncation": self.limit is not None, "max_length": self.limit, "padding": False}
-            full = self.tokenizer(*read, **limits, return_token_type_ids=self.has_types)
-            return full["input_ids"], full["token_type_ids"] if self.has_types else None
+            asked = [plain_text(prompt) for prompt in prompts]
+            return self._read_encoder(*((asked, responses) if self.form.pair else (texts,)))
         eos = self.tokenizer.eos_token_id
         end = [eos] if self.form.append_eos and not self.form.chat and eos is not None else []
         rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts, bos=False if self.form.chat else None)]
-        return rows if self.limit is None else [row[-self.limit :] for row in rows], None
+        limit = self.limit or max(map(len, rows), default=1)
+        return Texts([row[-limit:] for row in rows], None, sum(len(row) > limit for row in rows))
+
+    def _read_encoder(self, *texts: Sequence[str]) -> Texts:
+        """What an encoder reads of texts, or of first and second texts, with the special tokens of its tokenizer."""
+        self.tokenizer.truncation_side = "left"
+        limits = {"truncation": self.limit is not None, "max_length": self.limit, "padding": False}
+        full = self.tokenizer(*map(list, texts), **limits, return_token_type_ids=self.has_types)
+        ends = [i for i, row in enumerate(full["input_ids"]) if len(row) == self.limit]  # or one that just fits
+        whole = self.tokenizer(*([part[i] for i in ends] for part in texts), verbose=False)["input_ids"] if ends else []
+        shortened = sum(len(row) > len(full["input_ids"][i]) for i, row in zip(ends, whole, strict=True))
+        return Texts(full["input_ids"], full["token_type_ids"] if self.has_types else None, shortened)
+
+    def cut_words(self, shortened: int, count: int) -> str:
+        """That so many of these texts were cut."""
+        return f"{shortened} of {count} texts lose their beginning: the model reads {self.limit} tokens"
+
+    def shown(self) -> str:
+        """A short exchange as the model reads it, special tokens and all."""
+        return cut(self.tokenizer.decode(self.encode(*EXAMPLE)[0], **AS_WRITTEN), SHOWN)
 
 
 def save_reward_model(reward: RewardModel, folder: Path) -> None:

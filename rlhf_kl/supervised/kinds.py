@@ -27,7 +27,7 @@ from rlhf_kl.models.perplexity import perplexity_of, text_sums
 from rlhf_kl.models.pretrained import check_vocabulary, context_length, eos_ids, save_model, texts_fingerprint
 from rlhf_kl.models.tokens import encode_all, encode_behind
 from rlhf_kl.ops.losses import bradley_terry_loss
-from rlhf_kl.rewards.model import RewardModel, save_reward_model
+from rlhf_kl.rewards.model import RewardModel, Texts, save_reward_model
 from rlhf_kl.supervised.figures import histogram, label_figures, pair_figures
 from rlhf_kl.supervised.fit import ALONE, Task
 
@@ -184,11 +184,17 @@ class ResponseTask(LanguageTask):
 class RewardTask(Task):
     """What a reward model learns; every row counts the same."""
 
-    def __init__(self, reward: RewardModel, encoded: list[list[int]], lengths: list[int], fingerprint: str) -> None:
+    def __init__(self, reward: RewardModel, texts: Sequence[Texts], fingerprint: str) -> None:
+        """`texts`: of all rows, and again of all rows where each has two; the longer one counts."""
         self.reward = reward
+        rows, shortened = [row for each in texts for row in each.rows], sum(each.shortened for each in texts)
         with blame(self.data):
-            check_vocabulary(reward.model, reward.tokenizer, encoded)
+            check_vocabulary(reward.model, reward.tokenizer, rows)
+        lengths = [max(map(len, each)) for each in zip(*(text.rows for text in texts), strict=True)]
         super().__init__(reward.model, lengths, [1.0] * len(lengths), fingerprint)
+        if shortened:
+            reward.cuts_told = True
+            self.notes.append(f"{self.data}: {reward.cut_words(shortened, len(rows))}")
 
     def save(self, folder: Path) -> None:
         save_reward_model(self.reward, folder)
@@ -205,11 +211,11 @@ class PairTask(RewardTask):
     def __init__(self, reward: RewardModel, pairs: Sequence[Pair], heldout: Sequence[Pair] = ()) -> None:
         self.heldout = list(heldout)
         prompts = [pair.prompt for pair in pairs]
-        self.chosen = reward.encode(prompts, [pair.chosen for pair in pairs])
-        self.rejected = reward.encode(prompts, [pair.rejected for pair in pairs])
-        longer = [max(len(one), len(other)) for one, other in zip(self.chosen, self.rejected, strict=True)]
+        both = [[pair.chosen for pair in pairs], [pair.rejected for pair in pairs]]
+        read = [reward.read(prompts, responses) for responses in both]
+        self.chosen, self.rejected = (texts.rows for texts in read)
         fingerprint = texts_fingerprint(plain_text(text) for pair in pairs for text in pair)
-        super().__init__(reward, self.chosen + self.rejected, longer, fingerprint)
+        super().__init__(reward, read, fingerprint)
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss in nats; `train/accuracy` counts pairs in the right order."""
@@ -240,10 +246,11 @@ class LabelTask(RewardTask):
 
     def __init__(self, reward: RewardModel, rows: Sequence[Labelled], heldout: Sequence[Labelled] = ()) -> None:
         self.heldout = list(heldout)
-        self.encoded = reward.encode([""] * len(rows), [row.text for row in rows])
+        read = reward.read([""] * len(rows), [row.text for row in rows])
+        self.encoded = read.rows
         self.labels = torch.tensor([row.label for row in rows])
         fingerprint = texts_fingerprint(f"{row.label} {row.text}" for row in rows)
-        super().__init__(reward, self.encoded, [len(row) for row in self.encoded], fingerprint)
+        super().__init__(reward, [read], fingerprint)
 
     def loss(self, rows: list[int]) -> tuple[Tensor, dict[str, float]]:
         """Summed loss in nats; `train/accuracy` counts right labels."""

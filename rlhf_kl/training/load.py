@@ -38,7 +38,7 @@ from rlhf_kl.models.pretrained import (
 from rlhf_kl.models.scratch import classifier_from_lm
 from rlhf_kl.models.tokens import encode
 from rlhf_kl.models.value import freeze, frozen_lm
-from rlhf_kl.rewards.model import RewardModel, remember_format, text_format
+from rlhf_kl.rewards.model import FORMAT_KEY, RewardModel, remember_format, text_format
 from rlhf_kl.rewards.plugin import PluginReward, RemoteReward, TRLReward
 from rlhf_kl.rewards.scorer import Scorer, Scorers
 from rlhf_kl.seeding import derive_seed
@@ -147,16 +147,14 @@ class Loader:
             model = freeze(model).to(self.device)
             with read_as_float32(model):
                 options: Any = {"form": text_format(model, **form), "label": section.label, "dtype": self.dtype}
-                reward = RewardModel(model, tokenizer, **options)
+                reward = RewardModel(model, tokenizer, **options, key=key)
             if section.append_eos is not None and (reward.encoder or reward.form.chat):
                 ends = "its chat template (as its folder says)" if reward.form.chat else "an encoder's tokenizer"
                 unread = f"{key.removesuffix('.model')}.append_eos is not read: {section.append_eos}"
                 raise InputError(f"{ends} ends the text, so {unread}")
-        if reward.has_types and section.text_pair is None and not reward.form.pair:
-            where = key.removesuffix(".model")
-            log.info(
-                f"{key}: has token types: if it was trained on pairs of texts, set {where}.text_pair: true, else false"
-            )
+        reward.doubt, reward.advice = _doubt(reward, section, key.removesuffix(".model"))
+        if reward.doubt:
+            log.warning(f"{key}: {reward.doubt}: set {reward.advice}")
         return reward
 
     def _classifier_of_adapter(self, folder: str, label: str | None) -> tuple[Any, Any]:
@@ -208,6 +206,22 @@ class Loader:
 
 def _has_tokenizer(folder: str) -> bool:
     return (Path(folder) / "tokenizer_config.json").is_file()
+
+
+def _doubt(reward: RewardModel, section: ScorerSection, where: str) -> tuple[str, str]:
+    """What is guessed of how a reward model reads prompt and response, and what to set; "" where it is known."""
+    labels = [str(name).lower() for name in reward.model.config.id2label.values()]
+    if reward.form.pair or reward.form.chat or hasattr(reward.model.config, FORMAT_KEY):
+        return "", ""
+    if reward.tokenizer.chat_template and section.chat_template is None:
+        return "its chat template is not used", f"{where}.chat_template=true, if it was trained on chats; else false"
+    likely = reward.has_types or len(labels) == 1 or any("entail" in label for label in labels)  # to read pairs
+    if reward.encoder and likely and section.text_pair is None:
+        return (
+            "it reads one text, not a pair",
+            f"{where}.text_pair=true, if it was trained on pairs of texts; else false",
+        )
+    return "", ""
 
 
 # ---- models to train

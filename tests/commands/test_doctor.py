@@ -67,6 +67,23 @@ def test_plain_prompts_beside_a_chat_template_are_doubtful(doctor: Doctor, tmp_p
     assert "prompts" not in doctor(f"policy.model='{chat}'", "data.chat_template=false")
 
 
+def test_what_each_reward_model_reads_is_shown(doctor: Doctor, tmp_path: Path, tiny_reward_folder: Path) -> None:
+    chat = shutil.copytree(tiny_reward_folder, tmp_path / "chat")
+    file = chat / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template, "model_max_length": 7}))
+    terms = {"a": {"model": str(tiny_reward_folder)}, "b": {"model": str(chat), "chat_template": True}}
+    scorer = f"eval.scorers.c={{model: '{chat}'}}"
+    found = doctor(f"reward={{kind: sum, normalize: true, terms: {json.dumps(terms)}}}", scorer)
+    shown = {text.partition(" ")[0]: (level, text) for level, text in found["reads"]}
+    levels = {"reward.terms.a.model": "fine", "reward.terms.b.model": "fine", "eval.scorers.c.model": "doubtful"}
+    assert {key: level for key, (level, _) in shown.items()} == levels
+    assert "eval.scorers.c.chat_template=true" in shown["eval.scorers.c.model"][1]
+    assert "<eos>'" in shown["reward.terms.a.model"][1]
+    beyond = {text.partition(" ")[0]: numbers(text)[0] for level, text in found["context"] if level == "doubtful"}
+    assert beyond == {"reward.terms.b.model": 7, "eval.scorers.c.model": 7}
+
+
 @pytest.mark.parametrize(
     ("final", "level", "chance"),
     [

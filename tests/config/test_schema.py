@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_a_written_key_that_nothing_reads_is_refused(
     """A stored config writes every key: one with the value of its default is none."""
     with pytest.raises(ValidationError) as caught:
         section.model_validate(raw)
-    assert f"{key} is only read where {reader} " in str(caught.value)
+    assert re.search(rf"{key} .* {reader} ", str(caught.value))
     name = key.partition(".")[2]
     default = section.model_fields[name].get_default(call_default_factory=True)
     section.model_validate(raw | {name: default})
