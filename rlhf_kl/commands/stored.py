@@ -141,7 +141,7 @@ def scorers_of_run(
     from rlhf_kl.run.checkpoint import checkpoints
     from rlhf_kl.types import TERM
 
-    scorers = loader.scorers(sections, config.reward.time_limit)
+    scorers = loader.scorers(sections, config.reward.time_limit, config.data.system)
     if config.reward.normalize != EACH or not scorers.terms:
         return scorers
     if folder is None:

@@ -83,14 +83,19 @@ def chat_prompt(tokenizer: Any, prompt: Prompt, system: str | None, options: Map
 
 
 def chat_exchange(tokenizer: Any, prompt: Prompt, response: str, system: str | None, options: Mapping[str, Any]) -> str:
-    """Prompt and answer as the tokenizer's chat template writes them, be it without a system message."""
+    """Prompt and answer as the tokenizer's chat template writes them; without a system message that it refuses."""
     turns = [*_turns(prompt, system), {"role": "assistant", "content": response}]
-    return _apply(tokenizer, turns, options, answer=False)
+    try:
+        return _apply(tokenizer, turns, options, answer=False)
+    except InputError:
+        if not _leaves_out(tokenizer, turns, options, answer=False):
+            raise
+        return _apply(tokenizer, turns[1:], options, answer=False)
 
 
-def exchange_lacks_system(tokenizer: Any, prompt: Prompt) -> bool:
-    """Whether the chat template leaves the system message of this prompt out of an exchange."""
-    return _leaves_out(tokenizer, _turns(prompt, None), {}, answer=False)
+def exchange_lacks_system(tokenizer: Any, prompt: Prompt, system: str | None) -> bool:
+    """Whether the chat template leaves the system message of this prompt, or else `system`, out of an exchange."""
+    return _leaves_out(tokenizer, _turns(prompt, system), {}, answer=False)
 
 
 def opening(tokenizer: Any, system: str | None, options: Mapping[str, Any]) -> str:

@@ -120,6 +120,7 @@ class RewardModel:
         limits = [n for n in (context_length(model), tokenizer.model_max_length) if n is not None and n < 1 << 31]
         self.limit = min(limits, default=None)
         self.trunk = Trunk(model, dtype)
+        self.system: str | None = None  # message before a chat that has none, as the policy reads it
         self.doubt, self.advice = "", ""  # of a format that is only guessed
         self.told = False  # that the chat template leaves out system messages
         self.cuts_told = False  # that a text has lost its beginning
@@ -260,8 +261,8 @@ class RewardModel:
         """As `encode`, with what else is known of the texts."""
         pairs = list(zip(prompts, responses, strict=True))
         if self.form.chat:
-            texts = [chat_exchange(self.tokenizer, prompt, response, None, {}) for prompt, response in pairs]
-            if not self.told and any(exchange_lacks_system(self.tokenizer, prompt) for prompt in prompts):
+            texts = [chat_exchange(self.tokenizer, prompt, response, self.system, {}) for prompt, response in pairs]
+            if not self.told and any(exchange_lacks_system(self.tokenizer, prompt, self.system) for prompt in prompts):
                 self.told = True
                 log.warning(f"{self.key}: its chat template leaves out system messages, so it does not read them")
         else:

@@ -181,10 +181,12 @@ class Loader:
 
     # ---- scorers
 
-    def scorers(self, sections: Mapping[str, ScorerSection], limit: float | None = None) -> Scorers:
+    def scorers(
+        self, sections: Mapping[str, ScorerSection], limit: float | None = None, system: str | None = None
+    ) -> Scorers:
         """The scorers of these sections by key, as `scorers_of` a config; a sum is its terms.
 
-        `limit`: seconds that a call of a function may take.
+        `limit`: seconds that a call of a function may take. `system`: message before chats that have none.
         """
         found = []
         for key, section in sections.items():
@@ -192,7 +194,10 @@ class Loader:
                 name = key.removeprefix(f"{REWARD}.").removeprefix("eval.")
                 weight = section.weight if isinstance(section, TermSection) else 1.0
                 found.append(Scorer(name, self._scorer(section, key, limit), weight))
-        return Scorers(*found)
+        scorers = Scorers(*found)
+        for model in scorers.models.values():
+            model.system = system
+        return scorers
 
     def _scorer(self, scorer: ScorerSection, where: str, limit: float | None) -> RewardModel | PluginReward:
         if scorer.kind == "model":

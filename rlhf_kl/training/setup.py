@@ -72,7 +72,7 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
     policy, tokenizer = LM(loaded.model, loader.dtype), loaded.tokenizer
     prompted = [row.text for row in resolved.rows[0]]
     reference, is_initial_policy = build_reference(config, frozen, loaded, prompted)
-    scorers = frozen.scorers(scorers_of(config), config.reward.time_limit)
+    scorers = frozen.scorers(scorers_of(config), config.reward.time_limit, config.data.system)
     prompts, heldout = build_streams(config, resolved.rows, policy.model, tokenizer)
     scorers.trained.columns_of(prompts.table)
     scorers.columns_of(heldout.table)

@@ -67,21 +67,32 @@ def test_plain_prompts_beside_a_chat_template_are_doubtful(doctor: Doctor, tmp_p
     assert "prompts" not in doctor(f"policy.model='{chat}'", "data.chat_template=false")
 
 
-def test_what_each_reward_model_reads_is_shown(doctor: Doctor, tmp_path: Path, tiny_reward_folder: Path) -> None:
-    chat = shutil.copytree(tiny_reward_folder, tmp_path / "chat")
-    file = chat / "tokenizer_config.json"
+def test_what_each_reward_model_reads_is_shown(
+    doctor: Doctor, tmp_path: Path, tiny_folder: Path, tiny_reward_folder: Path
+) -> None:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template, "model_max_length": 7}))
-    terms = {"a": {"model": str(tiny_reward_folder)}, "b": {"model": str(chat), "chat_template": True}}
-    scorer = f"eval.scorers.c={{model: '{chat}'}}"
-    found = doctor(f"reward={{kind: sum, normalize: true, terms: {json.dumps(terms)}}}", scorer)
+    for name, source, limit in (("policy", tiny_folder, 32), ("chat", tiny_reward_folder, 32), ("short", "chat", 7)):
+        file = shutil.copytree(tmp_path / source, tmp_path / name) / "tokenizer_config.json"
+        changed = {"chat_template": template, "model_max_length": limit}
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    terms = {
+        "a": {"model": str(tiny_reward_folder)},
+        "b": {"model": str(tmp_path / "chat"), "chat_template": True},
+    }
+    found = doctor(
+        f"reward={{kind: sum, normalize: true, terms: {json.dumps(terms)}}}",
+        f"eval.scorers.c={{model: '{tmp_path / 'short'}'}}",
+        f"policy.model='{tmp_path / 'policy'}'",
+        "data={chat_template: true, system: dab}",
+    )
     shown = {text.partition(" ")[0]: (level, text) for level, text in found["reads"]}
     levels = {"reward.terms.a.model": "fine", "reward.terms.b.model": "fine", "eval.scorers.c.model": "doubtful"}
     assert {key: level for key, (level, _) in shown.items()} == levels
     assert "eval.scorers.c.chat_template=true" in shown["eval.scorers.c.model"][1]
     assert "<eos>'" in shown["reward.terms.a.model"][1]
+    assert " 'dab" in shown["reward.terms.b.model"][1]  # as the policy reads it
     beyond = {text.partition(" ")[0]: numbers(text)[0] for level, text in found["context"] if level == "doubtful"}
-    assert beyond == {"reward.terms.b.model": 7, "eval.scorers.c.model": 7}
+    assert beyond == {"eval.scorers.c.model": 7}
 
 
 @pytest.mark.parametrize(

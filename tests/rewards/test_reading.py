@@ -19,6 +19,7 @@ from rlhf_kl.training.load import Loader
 from tests.made import numbers, problem
 
 CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT
 
 
 @pytest.fixture
@@ -134,3 +135,26 @@ def test_the_training_of_a_reward_model_tells_what_is_cut(
     assert PairTask(loaded(tiny_reward_folder), pairs[2:]).notes == []
     task = LabelTask(loaded(tiny_reward_folder), [Labelled("a" * 40, 1.0), Labelled("b", 0.0)])  # type: ignore[assignment]
     assert [(note.partition(":")[0], numbers(note)) for note in task.notes] == [("data.labels", [1, 2, 32])]
+
+
+@pytest.mark.parametrize("template", [CHAT, REFUSES])
+def test_a_chat_has_the_system_message_of_the_policy_or_that_of_its_row(
+    template: str, chatty: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that the template refuses is left out, which is told once."""
+    file = chatty / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    own = (("system", "c"), ("user", "a"))
+    sections = {
+        name: ScorerSection(model=str(chatty), chat_template=chat) for name, chat in (("a", True), ("b", False))
+    }
+    plain, system = Loader().scorers(sections).models, Loader().scorers(sections, system="d").models
+    refused = template == REFUSES
+    first = [[], []] if refused else [[6, 2], [5, 2]]
+    assert plain["a"].encode(["a"], ["b"]) == [[3, 2, 4, 2]]
+    assert not caplog.messages
+    for _ in range(2):
+        read = system["a"].encode(["a", own], ["b", "b"])
+        assert read == [[*before, 3, 2, 4, 2] for before in first]
+    assert [line.partition(":")[0] for line in caplog.messages] == ["a.model"] * refused
+    assert system["b"].encode(["a"], ["b"]) == [[1, 3, 4, 2]]  # it reads texts, not chats

@@ -78,7 +78,7 @@ class PromptsSection(Section):
     chat_template: bool | Literal["auto"] = "auto"
     """Write prompts as turns with the tokenizer's chat template; auto = if it has one and they are conversations."""
     system: str | None = None
-    """System message before the prompt, if the chat template is used."""
+    """System message before the prompt, if the chat template is used; reward models that read chats get it too."""
     chat_options: dict[Name, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}, if it is used."""
 
