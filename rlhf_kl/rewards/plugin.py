@@ -247,7 +247,7 @@ class RemoteReward(PluginReward):
         return partial(self._object, self.columns_of(prompts) | own, texts)
 
 
-def _texts_named(parameters: Sequence[inspect.Parameter], *, exactly: bool) -> list[str]:
+def _texts_named(parameters: Sequence[inspect.Parameter], *, exactly: bool) -> tuple[str, ...]:
     """The names under which prompts and responses are passed: these, or unless `exactly` the first others.
 
     Empty: they can only be passed by their places.
@@ -255,11 +255,11 @@ def _texts_named(parameters: Sequence[inspect.Parameter], *, exactly: bool) -> l
     plain = [p.name for p in parameters if p.kind in NAMED]
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if len(plain) + any_name < len(parameters):
-        return []
+        return ()
     required = [p.name for p in parameters if p.name in plain and p.default is p.empty]
     others = iter([] if exactly else [name for name in required if name not in TEXTS])
     names = [name if name in plain else next(others, name if any_name else "") for name in TEXTS]
-    return names if all(names) else []
+    return tuple(names) if all(names) else ()
 
 
 def _copied(value: Any) -> Any:

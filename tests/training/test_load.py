@@ -178,4 +178,4 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
     assert float(together(one)["reward"]) == pytest.approx(2 * 0.25 - 0.125 + 0.5 * alone, rel=1e-5)
     reward = float(together(one)["reward"])
     assert together.judge(one, {}) == {"reward": [reward], "same": [alone], "count": [0.125]}
-    assert together.column_names == []
+    assert together.column_names == ["letter"]  # it has a default, which a column of the data would replace
