@@ -100,6 +100,7 @@ def train_command(
 
     Of several processes the first one writes the folder; the others give {}.
     """
+    from rlhf_kl.config.inputs import tell_copies
     from rlhf_kl.memory import keep_freed_memory
     from rlhf_kl.run.log import check_installed
     from rlhf_kl.run.opened import open_run
@@ -110,6 +111,7 @@ def train_command(
     if merge:
         require_adapter(config)
     check_installed(config.tracking.trackers)
+    tell_copies(config)
     if pick_device(config.run).type == "cpu":  # beside a GPU, other programs can use it
         keep_freed_memory()
     config = on_this_machine(config)  # the stored config repeats the run on any machine

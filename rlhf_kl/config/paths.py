@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_kl.builtin.world import is_builtin, world_folder
+from rlhf_kl.config.contents import content_of, recorded
 from rlhf_kl.config.yaml import Text
 from rlhf_kl.errors import InputError, nearest, no_such_file
 from rlhf_kl.hub import looks_like_path
@@ -74,10 +75,20 @@ def plugin(value: Any) -> Any:
     """
     if not isinstance(value, Text) or not is_reference(value) or value.startswith(GIVEN):
         return value
-    file = reference_file(value, value.folders) or _kept_copy(value)
+    file = _of_the_run(value, reference_file(value, value.folders))
     ref = value if file is None else f"{file}:{value.rpartition(':')[2]}"
     look_up(ref)
     return ref
+
+
+def _of_the_run(value: Text, file: Path | None) -> Path | None:
+    """A plugin's file; in the config of a run the copy that it keeps, if the file has changed since then, or gone."""
+    folder = value.folders[0]
+    before = recorded(folder).get(value.rpartition(":")[0])
+    if file is not None and before in (None, content_of(str(file))):
+        return file
+    copies = [copy for copy in sorted(folder.glob("*.py")) if content_of(str(copy)) == before]
+    return copies[0] if copies else file or _kept_copy(value)
 
 
 def _kept_copy(value: Text) -> Path | None:

@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf_kl.config.contents import INPUTS
 from rlhf_kl.errors import InputError, suggestion
 
 RUNS = Path("runs")
@@ -39,11 +40,12 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.html"
         self.picture = self.path / "report.png"
+        self.inputs = self.path / INPUTS
         self.trackers = self.path / "trackers.json"
         self.copies = self.path / ".rlhf-kl.copies"  # the names of copied plugins, with hashes of their contents
         records = (self.config, self.metrics, self.samples, self.tokens, self.summary)
         self.scale = [self.path / f"scale.{end}" for end in ("json", "html", "png")]  # of `rlhf-kl scale`
-        self.files = (*records, self.report, self.picture, self.trackers, *self.scale)
+        self.files = (*records, self.inputs, self.report, self.picture, self.trackers, *self.scale)
         self.final = self.path / "final"
         self.merged = self.path / "merged"
         self.checkpoints = self.path / "checkpoints"

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import torch
 
+from rlhf_kl.config.contents import recorded
+from rlhf_kl.config.inputs import changed_inputs, contents
 from rlhf_kl.config.named import plugin_files, plugins_of
+from rlhf_kl.config.problems import checked
 from rlhf_kl.config.resolve import config_diff, flat, load_config
 from rlhf_kl.config.schema import MODELS, AnyConfig, Kind, TrainConfig
 from rlhf_kl.config.schema.reward import SERVERS
+from rlhf_kl.config.yaml import read_yaml
 from rlhf_kl.control import law_class, option_names
 from rlhf_kl.errors import InputError
 from rlhf_kl.run.folder import RunFolder, copy_name
+from rlhf_kl.run.log import write_json
 from rlhf_kl.ui import log
 
 FREE_TO_CHANGE = ("run.name", "run.output_dir", "eval.", "checkpoint.", "tracking.", "reward.time_limit")
@@ -59,7 +64,10 @@ def check_config(folder: RunFolder, config: AnyConfig) -> None:
 
     Errors: InputError with the list of the changes that matter.
     """
-    before: AnyConfig = load_config(kind_of(config), folder.config)
+    kind = kind_of(config)
+    # Of a function that has changed the run's own config names its copy, other configs the function.
+    stored: list[AnyConfig] = [checked(MODELS[kind], read_yaml(folder.config)), load_config(kind, folder.config)]
+    before = min(stored, key=lambda each: len(config_diff(each, config)))
     servers = [plugin.where for plugin in plugins_of(config) if plugin.ref in SERVERS]
     free = (*FREE_TO_CHANGE, *(f"{where}.{name}" for where in servers for name in OF_A_SERVER))
     lines = [line for line in config_diff(before, config) if not line.startswith(free)]
@@ -74,6 +82,21 @@ def check_config(folder: RunFolder, config: AnyConfig) -> None:
         )
     for line in lines:
         log.warning(f"resume: {line}: sums are taken in another order, so figures may differ in their last digits")
+
+
+def keep_inputs(folder: RunFolder, config: AnyConfig, *, anew: bool) -> None:
+    """Write what the run is made with; of a run that goes on stays what it began with, none of an earlier build's."""
+    if anew or folder.inputs.is_file():
+        before = {} if anew else recorded(folder.path)
+        write_json(folder.inputs, contents(config) | before)
+
+
+def tell_changed(folder: RunFolder, config: AnyConfig, *, finished: bool) -> None:
+    """Alerts for files that have changed since the run began; models too, but for those that are refused later."""
+    later = isinstance(config, TrainConfig) and not finished  # see `check_fingerprints`
+    for keys, line in changed_inputs(folder.path, config, lambda key: not (later and key.endswith(".model"))).items():
+        mixed = not finished and any(key.startswith("reward.") for key in keys)
+        log.warning(line + "; the scale of the scores is that of the old one" * mixed)
 
 
 def _may_grow(before: AnyConfig, now: AnyConfig) -> bool:

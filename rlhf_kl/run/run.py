@@ -26,9 +26,11 @@ from rlhf_kl.run.resume import (
     check_outside,
     environment,
     git_revision,
+    keep_inputs,
     kind_of,
     plugin_copies,
     report_differences,
+    tell_changed,
     versions,
 )
 from rlhf_kl.run.saving import Saving
@@ -81,6 +83,8 @@ class Run:
             self._lock = lock_run_folder(self.folder, resume=resume, overwrite=overwrite)
             if resume:
                 self._find_checkpoint()
+            if self.finished or self.checkpoint:
+                tell_changed(self.folder, self.config, finished=self.finished is not None)
             if self.finished is None:
                 self.folder.check_models()
                 self.folder.check_copies(plugin_copies(self.config))
@@ -191,6 +195,7 @@ class Run:
         self._rows = JsonlWriter(folder.metrics, lengths.get(folder.metrics.name, 0))
         if self.kind == "train":
             self._samples = JsonlWriter(folder.samples, lengths.get(folder.samples.name, 0))
+        keep_inputs(folder, config, anew=self.checkpoint is None)
         write_atomic(folder.config, dump_config(config))
         views: dict[str, Callable[[], Any]] = {}
         if config.tracking.tensorboard:

@@ -93,7 +93,7 @@ def build_setup(resolved: Resolved, device: torch.device) -> Setup:
         sampling=sampling,
     )
     setup.trunk = value_trunk(setup) if config.critic == "separate" else None
-    setup.fingerprints = fingerprints(setup)
+    setup.fingerprints = fingerprints(setup, config)
     place_models(config, setup, device)
     return setup
 
@@ -267,7 +267,7 @@ def frozen_models(setup: Setup) -> list[Any]:
     return [each for each in frozen if each is not setup.policy.model]
 
 
-def fingerprints(setup: Setup) -> dict[str, str]:
+def fingerprints(setup: Setup, config: TrainConfig) -> dict[str, str]:
     """Fingerprints of content that a resumed run needs unchanged, by config key."""
     read = setup.scorers.trained.columns_of(setup.prompts.table)
     columns = [repr(value) for column in read for values in column.values() for value in values]
@@ -278,6 +278,9 @@ def fingerprints(setup: Setup) -> dict[str, str]:
     }
     if not setup.reference_is_initial_policy:
         prints["policy.model"] = model_fingerprint(setup.policy.module)
-    if setup.scorers.model is not None:
-        prints["reward.model"] = model_fingerprint(setup.scorers.model.model)
+    named = scorers_of(config)
+    for scorer in setup.scorers.scorers:
+        if (model := setup.scorers.models.get(scorer.name)) is not None:
+            other = f" ({named[scorer.key].model})" * scorer.never_trains  # which may give way to another
+            prints[f"{scorer.key}.model{other}"] = model_fingerprint(model.model)
     return prints

@@ -148,7 +148,11 @@ def test_ctrl_c_twice_ends_each_phase_with_one_line_and_the_run_goes_on(
     assert re.match("interrupted; .*: rlhf-kl train ", err)
     assert rlhf_kl(*words, "--resume").code == 0
     assert_same_run(tiny_run, tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").rglob(".*")} == {".rlhf-kl.lock", ".rlhf-kl.copies"}
+    assert {path.name for path in (tmp_path / "run").rglob(".*")} == {
+        ".rlhf-kl.lock",
+        ".rlhf-kl.copies",
+        ".rlhf-kl.inputs",
+    }
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("os error 28")])

@@ -139,6 +139,32 @@ def test_a_run_reads_its_copy_of_a_plugin_that_has_gone(work: Work, tmp_path: Pa
     assert copy.is_file()
 
 
+def test_a_run_keeps_what_it_began_with(work: Work, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A function that was corrected is told at each later start; the run's own config names its copy."""
+    law, kept = tmp_path / "law.py", tmp_path / "run" / ".rlhf-kl.inputs"
+    law.write_text("class Keep:\n    coef = 0.4\n    def update(self, kl, episodes): ...\n")
+    kind, copy = (f"kl.controller={{kind: '{file}:Keep'}}" for file in (law, tmp_path / "run" / "law.py"))
+    with pytest.raises(Killed):
+        work("run", kind, at=die)
+    before = json.loads(kept.read_text())
+    assert list(before) == [str(law)]
+    law.write_text(law.read_text().replace("0.4", "0.5"))
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    work("run", copy, resume=True)
+    assert "law.py has changed" not in caplog.text
+    (tmp_path / "run").rename(tmp_path / "ended")
+    (tmp_path / "other").rename(tmp_path / "run")
+    work("run", kind, resume=True)
+    assert caplog.text.count("law.py has changed") == 1
+    assert json.loads(kept.read_text()) == before
+    work("run", kind, resume=True)  # finished
+    assert caplog.text.count("law.py has changed") == 2
+    work("run", kind, overwrite=True)
+    assert json.loads(kept.read_text()) != before
+    work("run", overwrite=True)
+    assert json.loads(kept.read_text()) == {}
+
+
 def test_a_users_file_in_the_place_of_a_plugins_copy_is_kept(work: Work, tmp_path: Path) -> None:
     law, copy = tmp_path / "law.py", tmp_path / "run" / "law.py"
     law.write_text("class Keep:\n    coef = 0.4\n    def update(self, kl, episodes): ...\n")
