@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from rlhf_kl import ui
+from rlhf_kl.config.inputs import changed_inputs
 from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.config.variants import ComparePlan, PlannedRun, differences
 from rlhf_kl.errors import InputError, Interrupted
@@ -33,6 +34,7 @@ from rlhf_kl.training.device import on_this_machine
 from rlhf_kl.ui import log
 
 POLL_S = 0.3
+WAYS = "--overwrite starts all runs anew, another --output-dir keeps them"
 GUARD = 3  # exit code of a run that a guard stopped: its rows count
 
 
@@ -97,16 +99,18 @@ def planned_comparison(plan: ComparePlan) -> Comparison:
 
 
 def check_folders(plan: ComparePlan) -> None:
-    """Errors: InputError for each folder whose run differs from the plan, before any training."""
+    """Errors: InputError for each folder whose run differs from the plan, and each file that changed."""
     problems = []
+    used, known = dict[str, list[str]](), dict[str, str | None]()
     for run in plan.runs:
         folder = _run_folder(run)
         changed = folder.config.exists() and differences(stored_config(folder.config), on_this_machine(run.config))
+        if folder.finished_summary() is not None or checkpoint_folders(folder.checkpoints):
+            for line in changed_inputs(folder.path, run.config, known=known).values():
+                used.setdefault(line, []).append(run.name)
         if changed:
-            problems.append(
-                f"{folder.path} holds a run with other settings ({changed[0]}): --overwrite starts all runs anew, "
-                "another --output-dir keeps it"
-            )
+            problems.append(f"{folder.path} holds a run with other settings ({changed[0]}): {WAYS}")
+    problems += [f"{line} ({', '.join(names[:2])}{', ...' * (len(names) > 2)}): {WAYS}" for line, names in used.items()]
     if problems:
         raise InputError(*problems)
 

@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_kl.commands.grid import train_grid
+from rlhf_kl.commands.grid import check_folders, train_grid
+from rlhf_kl.config.inputs import contents
+from rlhf_kl.config.resolve import dump_config
 from rlhf_kl.config.variants import load_compare
-from rlhf_kl.run.folder import checkpoint_folders, checkpoint_step
+from rlhf_kl.errors import InputError
+from rlhf_kl.run.folder import RunFolder, checkpoint_folders, checkpoint_step
 from tests.runs import Cli, rows, sets, updates
 
 Plan = Callable[..., Path]
@@ -106,6 +109,31 @@ def test_finished_runs_are_used_again_and_can_be_read(
     assert (done.code, len(done.err.splitlines())) == (2, 2)
     assert "adaptive-s3 " in done.err
     assert "(kl.target: 0.1 -> 0.2): --overwrite" in done.err
+
+
+def test_a_run_with_another_function_is_not_used_again(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, out = tmp_path / "mine.py", tmp_path / "out"
+    mine.write_text("def score(prompts, responses): return [1.0] * len(responses)\n")
+    file = plan({name: {"reward": {"kind": f"{mine}:score"}, **VARIANTS[name]} for name in VARIANTS})
+    grid = load_compare(str(file), [], out, None)
+    for run in grid.runs:
+        folder = RunFolder(Path(run.config.run.output_dir))
+        folder.final.mkdir(parents=True)
+        folder.config.write_text(dump_config(run.config))
+        folder.summary.write_text(json.dumps({"stopped_by": None, "steps": run.config.updates}))
+        folder.inputs.write_text(json.dumps(contents(run.config)))
+    check_folders(grid)
+    mine.write_text("def score(prompts, responses): return [-1.0] * len(responses)\n")
+    with pytest.raises(
+        InputError, match=r"reward\.kind: .*mine\.py has changed .*adaptive-s3, static-s3.*--overwrite"
+    ) as told:
+        check_folders(grid)
+    assert len(told.value.problems) == 1
+    for run in grid.runs:  # not begun: nothing is used of it
+        RunFolder(Path(run.config.run.output_dir)).summary.unlink()
+    check_folders(grid)
 
 
 def test_a_finished_run_keeps_no_checkpoint_to_resume_from(
