@@ -68,8 +68,10 @@ def evaluate(
     ui.start(quiet)
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     settings, folder = permissions.opened(run, model, checkpoint, config)
-    options_of = {"--model": model, "--reference": reference}
-    check_given(options_of, "--texts", texts, column or settings.eval.column, settings)
+    check_given(
+        {"--model": model, "--reference": reference}, "--texts", texts, column or settings.eval.column, settings
+    )
+    permissions.tell_changed(folder, settings, *["eval.texts"] * (texts is not None))
     with ui.progress("loading torch"):
         from rlhf_kl.commands.subject import Subject, different
         from rlhf_kl.ppo.heldout import own_figures

@@ -59,6 +59,8 @@ def generate(
         code = ", ".join(dict.fromkeys(refused.values()))
         raise InputError(f"--scores needs code or a server of the run ({code}): --plugins runs it")
     check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
+    unread = ["eval.texts", "eval.scorers"] + ["reward"] * (not scores) + ["reference"] * (not with_reference)
+    permissions.tell_changed(folder, config, *unread, *["data", "eval"] * (bool(prompt) or prompts is not None))
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     rollout = config.rollout.model_copy(update={name: value for name, value in given.items() if value is not None})
     config = config.model_copy(update={"rollout": rollout})

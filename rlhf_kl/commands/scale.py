@@ -98,6 +98,7 @@ def frontier(
         from rlhf_kl.control import adjusts
         from rlhf_kl.report.side_by_side import write_scaled
         from rlhf_kl.run.log import read_jsonl
+    permissions.tell_changed(folder, config, exactly=("policy.model", "reference.model"))
     save = None if save is None else shown(save)
     known = None if save is None or targets or samples else measured(folder, save)
     if samples is None and known is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_kl.builtin.world import GOLD, is_builtin, world_file, world_folder
+from rlhf_kl.config.inputs import changed_inputs, tell_copies
 from rlhf_kl.config.named import plugins_of
 from rlhf_kl.config.resolve import load_config
 from rlhf_kl.config.schema import TrainConfig
@@ -58,6 +59,8 @@ class Permissions:
             hint = suggestion(str(step), steps) if steps else NO_CHECKPOINTS
             raise InputError(f"--checkpoint {step}: {folder.path} has no such checkpoint{hint}")
         stored = load_config("train", folder.config) if self.plugins else stored_config(folder.config)
+        if self.plugins:
+            tell_copies(stored)
         section = stored.run.model_copy(update={"trust_remote_code": False, "allow_pickle": False})
         return self.added_to(stored.model_copy(update={"run": section})), folder
 
@@ -74,6 +77,20 @@ class Permissions:
         """
         named = [plugin for plugin in plugins_of(config) if plugin.where != "kl.controller" and plugin.ref != GOLD]
         return {} if self.plugins else {plugin.where: plugin.address for plugin in named}
+
+    def tell_changed(
+        self, folder: RunFolder | None, config: TrainConfig, *unread: str, exactly: Collection[str] = ()
+    ) -> None:
+        """Alerts for what a command reads of a run's config, and that has changed since the run began.
+
+        `unread`: what it does not read, the beginnings of keys. Errors: InputError for what may not change, `exactly`.
+        """
+        unread += ("kl.", *["data."] * (config.eval.prompts is not None), *(f"{key}." for key in self.refused(config)))
+        changed = changed_inputs(folder.path, config, lambda key: not key.startswith(unread)) if folder else {}
+        refuse(*(f"{line}: the policy began elsewhere" for keys, line in changed.items() if {*keys} & {*exactly}))
+        for keys, line in changed.items():
+            others = any(key.endswith(".prompts") for key in keys)
+            log.warning(line + "; the held-out prompts may be others than those of the run" * others)
 
 
 def of_a_run(**given: object) -> list[str]:
