@@ -52,8 +52,7 @@ def evaluate(
     from rlhf_kl.commands.stored import Permissions, check_given, of_a_run
     from rlhf_kl.config.schema.sections import refuse
     from rlhf_kl.monitors.kl_shares import kl_shares
-    from rlhf_kl.report.texts import grouped, titled_answers
-    from rlhf_kl.report.token_tables import tables_text
+    from rlhf_kl.report.texts import grouped
 
     # Errors of the options come before torch is imported.
     sources = {"--run": run, "--model": model, "--config": config}
@@ -68,9 +67,8 @@ def evaluate(
     ui.start(quiet)
     permissions = Permissions(plugins, trust_remote_code, allow_pickle)
     settings, folder = permissions.opened(run, model, checkpoint, config)
-    check_given(
-        {"--model": model, "--reference": reference}, "--texts", texts, column or settings.eval.column, settings
-    )
+    models = {"--model": model, "--reference": reference}
+    check_given(models, "--texts", texts, column or settings.eval.column, settings)
     permissions.tell_changed(folder, settings, *["eval.texts"] * (texts is not None))
     with ui.progress("loading torch"):
         from rlhf_kl.commands.subject import Subject, different
@@ -92,12 +90,20 @@ def evaluate(
         figures |= {"kl_by_token": kl_shares(token_parts(held, own.pick(held.firsts)))} if tokens else {}
     if as_json:
         print(encode_json(figures, indent=2).decode())
-        return
+    else:
+        _show(figures)
+
+
+def _show(figures: dict[str, Any]) -> None:
+    """Print the table, texts, and which tokens carry the KL."""
     from rich.console import Console
+
+    from rlhf_kl.report.texts import titled_answers
+    from rlhf_kl.report.token_tables import tables_text
 
     print(_table(figures))
     Console(highlight=False).print(titled_answers(figures.get("texts", [])))
-    if tokens:
+    if "kl_by_token" in figures:
         print(f"\n{tables_text(figures['kl_by_token'], stdout_width() or 80)}")
 
 
