@@ -229,7 +229,8 @@ def _saved_rows(folder: str, split: str, names: Sequence[str]) -> list[dict[str,
     import datasets
 
     data = datasets.load_from_disk(folder)
-    parts = data if isinstance(data, datasets.DatasetDict) else dict.fromkeys([*names, str(data.split)], data)
+    own = [*names, str(getattr(data, "split", None) or names[0])]
+    parts = data if isinstance(data, datasets.DatasetDict) else dict.fromkeys(own, data)
     asked = _ranges({name: len(part) for name, part in parts.items()}, split)
     return [dict(row) for name, part in asked for row in parts[name].select(part)]
 
@@ -263,7 +264,8 @@ def unread_files(folder: str) -> list[str]:
     splits = (datasets.load_dataset_builder(folder).config.data_files or {}).values()
     read = {Path(file).resolve() for files in splits for file in files}
     names = {file: file.relative_to(folder).as_posix() for file in _data_files(folder) if file.resolve() not in read}
-    return [name for name in names.values() if not re.search(r"(^|/)[._]", name)]  # hidden ones
+    beside = r"(^|/)([._]|dataset_infos?\.json$)"  # hidden ones, and what describes a data set
+    return [name for name in names.values() if not re.search(beside, name)]
 
 
 def _reason(error: Exception, ref: str, split: str, key: str) -> str:

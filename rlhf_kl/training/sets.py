@@ -62,9 +62,7 @@ def load(
     if left_out:
         log.info(f"{key}: {left_out}")
     if given is None and Path(ref).is_dir() and (unread := unread_files(ref)):
-        log.warning(
-            f"{key}: {ref}: not read: {', '.join(unread)}: keep files of one kind in a folder, or name one file"
-        )
+        log.warning(f"{key}: {ref}: not read: {', '.join(unread)}: keep files of one kind in a folder")
     return drawn(found, most)
 
 
