@@ -226,7 +226,7 @@ class ReferenceSamples:
                 f"{float(shaped[0]):g}: set reward.normalize=true, or a larger reward.clip"
             )
         length = float(float64(self.lengths).mean())
-        clipped = fitted.clipped(self.scores)
+        clipped = fitted.clipped(self.scores.tolist())
         return ReferenceScores(shaped.tolist(), self.groups, length, clipped), fitted
 
 

@@ -70,13 +70,13 @@ class ScoreShaping:
             shaped = shaped - penalty.to(shaped)
         return shaped
 
-    def clipped(self, scores: Tensor) -> float:
-        """Share of raw scores (B,) that the clip makes equal to another one; of the best of a few values it is none."""
-        if self.clip is None or not len(scores):
+    def clipped(self, scores: Sequence[float]) -> float:
+        """Share of raw scores that the clip makes equal to another one; of the best of a few values it is none."""
+        if self.clip is None or not scores:
             return 0.0
-        scaled = self._scaled(scores)
-        sides = [scores[scaled > self.clip], scores[scaled < -self.clip]]
-        return sum(len(side) for side in sides if len(side.unique()) > 1) / len(scores)
+        low, high = (self.mean + side * self.clip * self.std for side in (-1, 1))
+        sides = [score for score in scores if score > high], [score for score in scores if score < low]
+        return sum(len(side) for side in sides if len({*side}) > 1) / len(scores)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rlhf_kl.config.schema import TrainConfig
@@ -38,10 +39,11 @@ def update_policy(
         seconds["time/update_s"] -= seconds["time/rollout_s"] + seconds["time/score_s"]
     if not all(ranks.all(all_finite(map(local, trainer.trained)))):
         events.append(WeightsLost())
+    raw = [score for score in rollout.scores[REWARD].tolist() if not math.isnan(score)]
     row |= seconds | {
         "step": step,
         "episodes": step * config.rollout.batch_size,
-        "objective/scores_clipped": training.shaping.clipped(rollout.scores[REWARD][rollout.scored]),
+        "objective/scores_clipped": training.shaping.clipped(raw),
         **mean_metrics(ranks.all(scorers.logged_metrics())),
         "dist/world_size": ranks.count,
         "dist/held": held_share(trainer.trained),
