@@ -104,6 +104,7 @@ def main() -> None:
     rows = one | {f"{key}, four minibatches": four[key] for key in ("training passes", "outside of sampling")}
     print(text_table(["", *COLUMNS], [[name, *map(str, row.values())] for name, row in rows.items()]))
     if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
         write_json(args.out / "count_operations.json", {"phases": rows})
 
 
