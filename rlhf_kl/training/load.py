@@ -262,5 +262,5 @@ def check_reference(policy: Any, tokenizer: Any, reference: Any, other: Any, tex
     if reference.config.get_text_config().vocab_size != policy.config.get_text_config().vocab_size:
         raise InputError("has another vocabulary than policy.model, so there is no KL between them")
     for text in (PROBE, *texts[:PROBES]):
-        if encode(tokenizer, text) != encode(other, text):
+        if encode(tokenizer, text, bos=False) != encode(other, text, bos=False):  # a bos is the policy's in both
             raise InputError(f"reads {text[:40]!r} as other tokens than policy.model, so there is no KL between them")

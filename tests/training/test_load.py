@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from rlhf_kl.config.named import scorers_of
 from rlhf_kl.config.schema import TrainConfig
@@ -17,7 +19,7 @@ from rlhf_kl.config.schema.training import PromptsSection
 from rlhf_kl.data.rows import Labelled, Pair, PromptRow, read_texts
 from rlhf_kl.errors import InputError
 from rlhf_kl.training import sets
-from rlhf_kl.training.load import Loader
+from rlhf_kl.training.load import Loader, check_reference
 from rlhf_kl.training.setup import build_prompts
 from rlhf_kl.training.world_files import with_files
 from rlhf_kl.types import Prompts, Responses
@@ -179,3 +181,12 @@ def test_several_scorers_with_weights(loader: Loader, tiny_data: Any, tiny_rewar
     reward = float(together(one)["reward"])
     assert together.judge(one, {}) == {"reward": [reward], "same": [alone], "count": [0.125]}
     assert together.column_names == ["letter"]  # it has a default, which a column of the data would replace
+
+
+def test_two_models_have_a_kl_where_only_the_bos_of_their_tokenizers_differs(letters: Any, new_model: Any) -> None:
+    """Both read the policy's tokens."""
+    model, plain = new_model(), copy.deepcopy(letters)
+    plain.backend_tokenizer.post_processor = processors.Sequence([])
+    assert (letters("ab")["input_ids"], plain("ab")["input_ids"]) == ([1, 3, 4], [3, 4])
+    check_reference(model, letters, model, plain, ["ab"])
+    check_reference(model, plain, model, letters, ["ab"])
