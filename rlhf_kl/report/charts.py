@@ -256,20 +256,37 @@ def target_charts(sweep: Sweep | None) -> list[Chart]:
 
     others = {name: line(name, scorer_label(name), TRUE) for name in sweep.scorers}
     score = [line("scores", "score", "score"), *filter(None, [others.pop(TRUE, None)])]
-    perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "word pairs", "s2")
+    perplexity, pairs = line("perplexity", "perplexity", "perplexity"), line("distinct_2", "distinct pairs", "s2")
     forgetting = line("forward_kl_token", "forgetting", "perplexity")
     panels = [
-        ("Score by KL target", "score", score, sweep.note),
-        *((f"{name} by KL target", name, [found], "") for name, found in others.items()),
-        ("Held-out perplexity", "perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], ""),
-        ("Forgetting", "nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
-        ("Distinct word pairs", "share of all", [pairs, *levels("distinct_2", PAIRS)], "Of held-out responses."),
+        ("score", score, sweep.note),
+        *((name, [found], "") for name, found in others.items()),
+        ("perplexity", [perplexity, *levels("perplexity", PERPLEXITY)], "Of held-out texts."),
+        ("nats per token", [forgetting], "KL of the reference to the policy, on its own samples."),
+        ("share of all", [pairs, *levels("distinct_2", PAIRS)], "Pairs of words in held-out responses."),
     ]
-    label = f"KL target, nats per {sweep.unit}"
-    return with_values(
-        Chart(f"targets-{i}", title, unit, lines if lines[0].x else [], words, xlabel=label, log="x")
-        for i, (title, unit, lines, words) in enumerate(panels)
-    )
+    charts: list[Chart] = []
+    for unit, lines, words in panels:
+        lines = [each for each in lines if lines[0].x and each.x]
+        title = "; ".join(_found(each) for each in lines if each.low)
+        title = title[:1].upper() + title[1:]
+        values = [value for each in lines for value in each.y]
+        log = log_if_wide(min(values, default=0.0), max(values, default=0.0)) if unit == "perplexity" else ""
+        # An error may reach below 0: it leaves the axis.
+        ylim = (0.8 * min(values), 1.25 * max([*values, *perplexity.high])) if log else None
+        label = f"KL target, nats per {sweep.unit}"
+        charts.append(
+            Chart(f"targets-{len(charts)}", title, unit, lines, words, xlabel=label, log=f"x{log}", ylim=ylim)
+        )
+    return with_values(charts)
+
+
+def _found(line: Line) -> str:
+    """Where a figure is highest if that is between its ends, else how it goes from one to the other."""
+    highest = line.y.index(max(line.y))
+    if 0 < highest < len(line.y) - 1:
+        return f"{line.label}: highest at {line.x[highest]:g}"
+    return f"{line.label}: {format_number(line.y[0])} to {format_number(line.y[-1])}"
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

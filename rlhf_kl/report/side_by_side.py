@@ -43,9 +43,9 @@ def write_comparison(comparison: Comparison, folder: Path, name: str, width: int
         if run.report.is_file():
             links.setdefault(variant, []).append((seed, quote(os.path.relpath(run.report, folder))))
     sections = [
-        ("what each target costs", target_charts(sweep_of(comparison)), "targets.png"),
+        ("What each target costs", target_charts(sweep_of(comparison)), "targets.png"),
         (KL_OVER_TARGET, held_charts(comparison), "compare.png"),
-        ("scores and costs", compare_charts(comparison), ""),
+        ("Scores and costs", compare_charts(comparison), ""),
     ]
     return _write(
         folder / "compare",
@@ -92,7 +92,7 @@ def write_scaled(document: Mapping[str, Any], folder: RunFolder, name: str, widt
     return _write(
         folder.path / "scale",
         document,
-        [("which target?", target_charts(sweep_of_scaled(document)), "scale.png")],
+        [("Which target?", target_charts(sweep_of_scaled(document)), "scale.png")],
         width,
         name=f"{name}, scaled",
         subtitle=f"One run at other KL targets · {asked_of(document)} at each",
@@ -122,7 +122,7 @@ def _write(stem: Path, document: Mapping[str, Any], sections: Sections, width: i
     )
     for title, charts, picture in sections:
         if picture and charts:
-            save_sheet(charts, folder / picture, heading=f"{shown['name']}: {title}")
+            save_sheet(charts, folder / picture, heading=title)
         for chart in charts if not picture else ():
             save_sheet([chart], folder / f"{chart.slug}.png")
     header, rows = shown["table"]

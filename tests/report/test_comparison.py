@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,23 @@ def test_a_sweep_of_targets_shows_what_each_cost(write_run: Write, metrics_rows:
     assert score.lines[1].x == [0.05, 0.1, 0.2, 0.4]
     assert score.lines[1].y == pytest.approx([1.0, 2.9, 3.0, 0.0])
     assert [line.y[0] for line in perplexity.lines[1:]] == pytest.approx([3.05, 2.5 * 3.05], rel=0.1)
+    assert re.fullmatch(r"Score: \S+ to \S+; true score: highest at 0.2", score.title)
+    assert (score.log, perplexity.log, perplexity.ylim) == ("x", "x", None)
+
+
+def test_an_error_of_the_perplexity_never_reaches_below_zero(write_run: Write, metrics_rows: Rows) -> None:
+    """The picture once showed 23 with an error of 28 down to -5."""
+    paths = []
+    for target, perplexities in {0.05: (3, 3.1), 0.1: (3.2, 3.4), 0.2: (4, 60)}.items():
+        for seed, perplexity in enumerate(perplexities):
+            rows = metrics_rows([target] * 30, target=target)
+            rows = [row | {"eval/perplexity": perplexity} if "eval/perplexity" in row else row for row in rows]
+            config = {"run": {"seed": seed}, "kl": {"target": target}}
+            paths.append(write_run(f"target-{target}-s{seed}", rows, config=config, summary={}))
+    (chart,) = [each for each in target_charts(sweep_of(read_comparison(paths))) if each.ylabel == "perplexity"]
+    assert (chart.title, chart.log) == ("Perplexity: 3.05 to 32.0", "xy")
+    assert min(chart.lines[0].low) < 0 < chart.ylim[0] < 3.05
+    assert chart.ylim[1] > max(chart.lines[0].high)
 
 
 def test_the_total_reward_pays_for_the_kl() -> None:
