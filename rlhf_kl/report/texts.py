@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
 from rlhf_kl.config.schema.eval import scorer_names
@@ -66,9 +66,19 @@ def answers(texts: Sequence[Mapping[str, Any]], title: str = "") -> Group:
     for each in texts:
         prompt = Text(safe_text(cut(each["prompt"].strip(), -LONGEST), keep_newlines=True), style="cyan")
         own = _shown("policy", each["policy"][-1])
-        pair = Columns([_shown("reference", each["reference"]), own], width=COLUMN) if "reference" in each else own
+        pair = _Beside(_shown("reference", each["reference"]), own) if "reference" in each else own
         parts += [prompt, pair, ""]
     return Group(*parts[:-1])
+
+
+class _Beside:
+    """Two texts side by side, or one below the other as wide as a terminal that has no room for that."""
+
+    def __init__(self, *texts: Text) -> None:
+        self.texts = texts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Columns(self.texts, width=COLUMN) if options.max_width > 2 * COLUMN else Group(*self.texts)
 
 
 def text_figures(text: Mapping[str, Any], kl: str = "KL {}", digits: int = 3) -> list[str]:

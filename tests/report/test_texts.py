@@ -70,6 +70,7 @@ def test_two_texts_stand_beside_each_other_where_there_is_room(folder: Write, wi
     assert "\x1b[2J" not in "".join(lines)
     assert any("score 1.0, KL 1.5" in line for line in lines)
     assert all(len(line.rstrip()) <= width for line in lines)
+    assert max(len(line.rstrip()) for line in lines) > width - 8  # a narrow terminal's room is used
 
 
 def test_tokens_are_coloured_by_their_kl_as_far_as_they_are_the_text() -> None:
