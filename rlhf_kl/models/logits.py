@@ -110,17 +110,18 @@ class RoundedHead:
 
     def __init__(self, layer: nn.Linear, product: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.layer, self.product = layer, product
-        self.frozen: Tensor | None = None  # the centred weight, while it is not trained
+        self.frozen: tuple[Tensor, tuple[int, int]] | None = None  # the centred weight, while it is not trained
 
     def now(self) -> Project:
         """For the weights as they are; the mean state is that of the first call."""
         weight, mean, shift = self.layer.weight, None, None
-        centred = None if weight.requires_grad else self.frozen
+        at = weight.data_ptr(), weight._version  # `scale` moves frozen weights; a fused optimizer tells no version
+        centred = self.frozen[0] if self.frozen and self.frozen[1] == at and not weight.requires_grad else None
         if centred is None:
             centred = weight.detach() - weight.detach().mean(0)
             if weight.device.type != "cpu":  # where a copy in float32 would only take memory
                 centred = centred.bfloat16()
-        self.frozen = None if weight.requires_grad else centred
+        self.frozen = None if weight.requires_grad else (centred, at)
 
         def head(hidden: Tensor) -> Tensor:
             nonlocal mean, shift

@@ -230,6 +230,11 @@ def test_a_rounded_head_follows_each_change_of_its_weights(product: Product) -> 
 
     layer.weight.requires_grad_(False)  # as the policy in the warm-up of a critic
     assert agrees()
+    with torch.no_grad():  # as `scale` moves a policy that is not trained
+        layer.weight.mul_(0.5)
+    assert agrees()
+    with torch.no_grad():
+        layer.weight.copy_(start)
     layer.weight.requires_grad_(True)
     assert agrees()
     layer(hidden).square().sum().backward()
