@@ -191,7 +191,7 @@ class AdaptiveKL(Law):
         self._belief.log_holding = np.linspace(low, high, len(self._belief.probabilities))
 
     def _distance_of(self, kl: float) -> float:
-        return min(math.sqrt(max(kl, 0.0) / self.target), DISTANCES[1])
+        return min(math.sqrt(max(self._finite(kl), 0.0) / self.target), DISTANCES[1])
 
     def _locate(self, measured: float, episodes: int) -> float:
         """The distance of the policy that has sampled, from the prediction and the measurement."""

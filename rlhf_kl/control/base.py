@@ -128,7 +128,7 @@ class Law:
     def update(self, kl: float, episodes: int) -> float | None:
         """Move `coef` after one rollout of `episodes` responses whose mean KL was `kl` nats.
 
-        What it returns is beta; None: `coef` is.
+        What it returns is beta; None: `coef` is. Errors: ValueError of the built-in laws for a KL that is not finite.
         """
         raise NotImplementedError(f"{type(self).__name__} has no update(kl, episodes)")
 
@@ -154,6 +154,10 @@ class Law:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         restore_attributes(self, state)
+
+    def _finite(self, kl: float) -> float:
+        """A measurement that may enter the state. Errors: ValueError for NaN and infinity; a `Guard` passes none on."""
+        return require_number("kl", float(kl))
 
     def _set_coef(self, coef: float) -> None:
         self.coef = clip(coef, *self.bounds)

@@ -99,7 +99,7 @@ class ZieglerKL(Law):
             self.horizon = max(float(self.batch_size), self.total_episodes / 20.0)
 
     def update(self, kl: float, episodes: int) -> None:
-        error = clip(kl / self.target - 1.0, -self.clip_error, self.clip_error)
+        error = clip(self._finite(kl) / self.target - 1.0, -self.clip_error, self.clip_error)
         self._set_coef(self.coef * self._factor(error, episodes))
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
@@ -132,7 +132,7 @@ class ThresholdKL(Law):
         return [] if low < high else [f"low {low:g} must be below high {high:g}"]
 
     def update(self, kl: float, episodes: int) -> None:
-        if kl > self.high * self.target:
+        if self._finite(kl) > self.high * self.target:
             self._set_coef(self.coef * self.factor)
         elif kl < self.low * self.target:
             self._set_coef(self.coef / self.factor)
@@ -162,7 +162,7 @@ class ExponentialKL(Law):
 
     def update(self, kl: float, episodes: int) -> None:
         old = kl if self.mean_kl is None else self.mean_kl
-        self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * kl
+        self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * self._finite(kl)
         self._move(self.gain * (self.mean_kl - self.target))
 
     def log_steps(self, episodes: int) -> tuple[float, float]:
@@ -185,7 +185,7 @@ class DualKL(Law):
     state_names = ("coef",)
 
     def update(self, kl: float, episodes: int) -> None:
-        self._set_coef(self.coef + self.lr * (kl / self.target - 1.0))
+        self._set_coef(self.coef + self.lr * (self._finite(kl) / self.target - 1.0))
 
     def reach(self, updates: int, batch_size: int) -> tuple[float, float]:
         span = self.lr * updates
@@ -226,7 +226,7 @@ class PIDKL(Law):
 
     def update(self, kl: float, episodes: int) -> None:
         old = kl if self.mean_kl is None else self.mean_kl
-        self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * kl
+        self.mean_kl = self.smoothing * old + (1.0 - self.smoothing) * self._finite(kl)
         error = clip(self.mean_kl / self.target - 1.0, -1.0, 1.0)
         change = 0.0 if self.last_error is None else error - self.last_error
         self.last_error = error

@@ -43,6 +43,20 @@ def test_threshold_lowers_and_stops_at_its_bounds():
     assert coefs_after(ThresholdKL(min_coef=0.01), [0.0] * 20)[-1] == 0.01
 
 
+@pytest.mark.parametrize("law", [AdaptiveKL, ZieglerKL, ThresholdKL, ExponentialKL, DualKL, PIDKL])
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_kl_that_is_not_finite_is_refused_and_leaves_nothing_behind(law, kl):
+    """One mean over an empty mask once made beta NaN for the rest of a loop, or held it where it was."""
+    clean, other = (law(target=0.1, **({"total_episodes": 640} if law is ZieglerKL else {})) for _ in range(2))
+    for step in range(8):
+        for each in (clean, other):
+            each.update(0.05 + 0.02 * step, 64)
+        with pytest.raises(ValueError, match="kl must be a finite number"):
+            other.update(kl, 64)
+    assert other.coef == clean.coef
+    assert other.state_dict() == clean.state_dict()
+
+
 def test_ziegler_by_hand():
     # n/horizon = 0.2: clipped below (0.96), clipped above (1.04), unclipped error 0.1 (1.02)
     law = ZieglerKL(coef=1.0, target=0.1, horizon=320)
