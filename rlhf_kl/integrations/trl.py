@@ -30,6 +30,7 @@ OF_IMAGES = (
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
 UNITS = ("token", "sequence")
+NOTHING = dict.fromkeys(UNITS, math.nan)  # the KL of a rollout whose tokens are all masked
 ALERT = 2.0  # targets: a KL above it is not held
 logger = logging.getLogger(__name__)
 MOST_LOG_RATIO = 3.0  # of a response after an update: few responses with large ratios would be most of a mean
@@ -170,7 +171,11 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.trainer._metrics[mode][f"kl_budget/{name}"].append(value)
 
     def _update(self, kls: list[float], control: Any) -> None:
-        kl = fmean(kls)
+        known = [kl for kl in kls if math.isfinite(kl)]
+        if not known:
+            self._warn("no-tokens: all tokens of a rollout are masked, as mask_truncated_completions does: beta stays")
+            return
+        kl = fmean(known)
         self._log({"kl": kl, "target": self.target})
         if kl > (limit := self.target * (ALERT if self.controller else 1.0)):
             self._warn(f"kl-above-limit: the KL is {kl:.4g} nats per {self.unit}, above {limit:.4g}")
@@ -178,17 +183,17 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._warn(f"stop: the KL is {kl:.4g} nats per {self.unit}, above stop_at={self.stop_at:g}: training ends")
             control.should_training_stop = True
         if self.controller:
-            self._move(self.controller, kl, kls[-1])
+            self._move(self.controller, kl, kls)
 
-    def _move(self, controller: Guard, kl: float, last: float) -> None:
+    def _move(self, controller: Guard, kl: float, kls: list[float]) -> None:
         beta = self.trainer.beta
         if self.log_only:  # each proposal starts from the beta that was used
             controller.restore(controller.save() | {"beta": beta})
         move = None
         if controller.needs_update_kl:
             after = self.rollouts.after_update()[self.unit]
-            move = last, after, after
-        for alert in worded(controller.step(kl, self.trainer.args.generation_batch_size, move)):
+            move = kls[-1], after, after
+        for alert in worded(controller.step(kl, self.trainer.args.generation_batch_size * len(kls), move)):
             self._warn(alert)
         rate = float(self.trainer.lr_scheduler.get_last_lr()[0])
         if self.rate:
@@ -247,7 +252,7 @@ class RolloutKL:
         with torch.no_grad():
             new = self._logprobs(self.trainer.model, output)
             ratio = ((new - old) * mask).sum(1, keepdim=True).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()  # (B, 1)
-            return self._mean(k3(new, reference), mask * ratio, ratio)
+            return self._mean(k3(new, reference), mask * ratio, mask.any(1, keepdim=True) * ratio)
 
     def _kept(self, *args: Any, **kwargs: Any) -> Any:
         result = self.get_logprobs(*args, **kwargs)
@@ -269,7 +274,7 @@ class RolloutKL:
                 reference = self._logprobs(trainer.ref_model, output)
             policy = self.own.pop() if self.own else self._logprobs(trainer.model, output)
             mask = output["completion_mask"] * output.get("tool_mask", 1)
-            kl = self._mean(k3(policy, reference), mask, torch.ones_like(mask[:, :1]))
+            kl = self._mean(k3(policy, reference), mask, mask.any(1, keepdim=True))
         if trainer.model.training:
             self.last = output, policy, reference, mask
         self.record(kl)
@@ -287,10 +292,10 @@ class RolloutKL:
         return result.float()  # type: ignore[no-any-return]
 
     def _mean(self, kl: torch.Tensor, tokens: torch.Tensor, sequences: torch.Tensor) -> dict[str, float]:
-        """The mean of kl (B, T) over tokens, weighted (B, T), and over sequences, weighted (B, 1)."""
+        """The mean of kl (B, T) over tokens, weighted (B, T), and over sequences, weighted (B, 1); NaN without any."""
         sums = torch.stack([(kl * tokens).sum(), tokens.sum().float(), sequences.sum().float()])
         total, token_count, sequence_count = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        return {"token": total / max(token_count, 1e-6), "sequence": total / max(sequence_count, 1e-6)}
+        return {"token": total / token_count, "sequence": total / sequence_count} if token_count else dict(NOTHING)
 
 
 def is_adapter(trainer: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_kl.control import Guard, ScheduledKL
 from rlhf_kl.errors import InputError
 from rlhf_kl.integrations import trl
 from rlhf_kl.integrations.trl import KLBudget, RolloutKL
@@ -27,7 +30,7 @@ class Trainer:
     ref_model = None
 
     def __init__(self, beta: float, own: int, passes: list[list[list[float]]]) -> None:
-        self.beta, self.own = beta, own
+        self.beta, self.own, self.masked = beta, own, 0
         self.passes = iter(torch.tensor(rows).log() for rows in passes)
 
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> Any:
@@ -38,12 +41,16 @@ class Trainer:
             for _ in range(self.own):
                 self._get_per_token_logps_and_entropies()
         mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        mask[: self.masked] = 0
         return {f"{part}_{name}": mask for part in ("prompt", "completion") for name in ("ids", "mask")}
 
 
-def measure(beta: float, own: int, *passes: list[list[float]]) -> tuple[list[dict[str, float]], RolloutKL]:
+def measure(
+    beta: float, own: int, *passes: list[list[float]], masked: int = 0
+) -> tuple[list[dict[str, float]], RolloutKL]:
     recorded: list[dict[str, float]] = []
     trainer: Any = Trainer(beta, own, list(passes))
+    trainer.masked = masked
     rollouts = RolloutKL(trainer, recorded.append)
     generate: Callable[[Any], Any] = trainer._generate_and_score_completions
     generate([])
@@ -80,6 +87,36 @@ def test_after_an_update_a_response_counts_by_its_ratio() -> None:
         "token": pytest.approx((K3 + second) / 2 / 2),
         "sequence": pytest.approx((K3 + second) / 2 / 1.5),
     }
+
+
+def test_responses_that_are_masked_do_not_count() -> None:
+    """`mask_truncated_completions`: they once halved the KL per response, and where all were, it was 0."""
+    recorded, _ = measure(0.1, 2, POLICY, [HALF, [0.25, 0.5, 0.5]], masked=1)
+    assert recorded == [{"token": pytest.approx(K3), "sequence": pytest.approx(K3)}]
+    recorded, _ = measure(0.1, 2, POLICY, REFERENCE, masked=2)
+    assert all(math.isnan(kl) for kl in recorded[0].values())
+
+
+def test_an_update_of_several_rollouts_counts_all_their_episodes(caplog: pytest.LogCaptureFixture) -> None:
+    """And one without tokens moves nothing: its KL was once 0, which lowered beta."""
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(steps_per_generation=1, generation_batch_size=8),
+        num_iterations=1,
+        beta=0.1,
+        accelerator=SimpleNamespace(is_main_process=True),
+        lr_scheduler=SimpleNamespace(get_last_lr=lambda: [1e-5]),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=None,
+        _generate_and_score_completions=None,
+    )
+    law = ScheduledKL(coef=0.1, end_coef=1.0, total_episodes=320)
+    budget = KLBudget(trainer, Guard(law), 0.1, "token", False, None)
+    budget._update([0.05, math.nan, 0.05, 0.05], SimpleNamespace())
+    assert law.episodes_seen == 32
+    assert trainer.beta == pytest.approx(0.1 + 0.9 * 32 / 320)
+    budget._update([math.nan], SimpleNamespace())
+    assert law.episodes_seen == 32
+    assert "no-tokens" in caplog.text
 
 
 def test_importing_it_needs_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
