@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,6 +19,7 @@ from rlhf_kl.ppo.settings import PPOSettings
 from rlhf_kl.types import RolloutBatch
 
 MOST_WEIGHT = 2.0
+ROUNDING = 1e-5  # of a KL in nats, and of a score over its size, at most
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,18 @@ def _critic_targets(rollout: RolloutBatch, kl: Tensor, coef: float, ppo: PPOSett
     advantages, returns = estimate(rewards, rollout.values, rollout.mask, ppo.gamma, ppo.lam)
     if ppo.critic_lam != ppo.lam:
         _, returns = estimate(rewards, rollout.values, rollout.mask, ppo.gamma, ppo.critic_lam)
+    if _tells_nothing(rollout, learned):
+        return torch.zeros_like(advantages), rollout.weights, returns, math.inf
     advantages, std = whiten(advantages, learned)
     return advantages, rollout.weights, returns, float(scale * std)
+
+
+def _tells_nothing(rollout: RolloutBatch, learned: Tensor) -> bool:
+    """Whether all scores are equal at a KL of 0: a step would follow rounding and the critic's errors, at full size."""
+    scores, kl = rollout.shaped_scores[learned.any(1)], rollout.exact_kl[learned]
+    if not len(scores):
+        return False
+    return bool(scores.max() - scores.min() <= ROUNDING * scores.abs().max()) and bool(kl.max() <= ROUNDING)
 
 
 def _group_targets(rollout: RolloutBatch, kl: Tensor, coef: float, ppo: PPOSettings) -> TargetTensors:

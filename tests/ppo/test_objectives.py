@@ -80,6 +80,26 @@ def test_advantages_are_whitened_and_so_is_the_weight_of_the_kl_in_the_loss() ->
     assert made.kl_weight == pytest.approx(BETA * 3 / math.sqrt(8))
 
 
+@pytest.mark.parametrize("ppo", [{}, {"whiten_rewards": True}])
+@pytest.mark.parametrize("score", [0.0, 3.0])
+@pytest.mark.parametrize("placement", ["reward", "loss", "rao_blackwell"])
+def test_equal_scores_and_no_kl_move_nothing(placement: str, score: float, ppo: dict[str, Any]) -> None:
+    """A reward that nothing has found yet: whitening once made full steps of the rounding errors of the KL."""
+    rounding = torch.tensor([[1e-7, 3e-8, 0.0], [-1e-7, 0.0, 0.0]])
+    equal = replace(
+        ROLLOUT,
+        shaped_scores=torch.full((2,), score),
+        ref_logprobs=ROLLOUT.logprobs + rounding,
+        exact_kl=rounding.abs(),
+        values=torch.where(MASK, torch.tensor([[0.01, -0.02, 0.0], [0.03, 0.0, 0.0]]), 0.0),
+    )
+    made = targets(equal, placement=placement, ppo=ppo)
+    assert float(made.advantages.abs().max()) == 0.0
+    assert made.kl_weight == 0.0
+    near = replace(equal, shaped_scores=torch.tensor([score, score + 0.01]))
+    assert float(targets(near, placement=placement, ppo=ppo).advantages.abs().max()) > 0.5
+
+
 def test_whitened_rewards_scale_score_and_kl_alike() -> None:
     """Rewards 0, 1 and 3 have the spread sqrt(14)/3. Advantages are whitened behind it: nothing else changes."""
     plain, whitened = (targets(placement="loss", estimator="k2", ppo={"whiten_rewards": on}) for on in (False, True))
