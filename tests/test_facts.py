@@ -61,6 +61,16 @@ def test_the_reason_of_a_run_that_is_too_short(values: list[float], why: str) ->
     assert verdict_text(figures) == f"{began}: too short to say more ({why})"
 
 
+def test_updates_with_a_frozen_policy_are_not_judged() -> None:
+    """A warm-up of the value function once made a run late that held its target as soon as it could."""
+    kl = SimpleNamespace(target_value=0.2, unit="token", controller=SimpleNamespace(kind="adaptive"))
+    rows = [{"kl/token": 0.2 * x, "kl/error": x - 1} for x in [0.0] * 20 + [0.3, 0.6, 0.8] + [1.0] * 37]
+    alone, found = control_figures(rows[20:], kl), control_figures(rows, kl, frozen=20)
+    assert (found["verdict"], found["updates"], found["tail_error"]) == ("held", 40, alone["tail_error"])
+    assert found["since"] == alone["since"] + 20
+    assert control_figures(rows, kl)["verdict"] == "late"
+
+
 @pytest.mark.parametrize("kind", ["adaptive", "fixed"])
 def test_the_figures_of_a_run_and_their_words(kind: str) -> None:
     kl = SimpleNamespace(target_value=0.2, unit="sequence", controller=SimpleNamespace(kind=kind))

@@ -128,6 +128,16 @@ TABLE: dict[str, tuple[dict[str, Any], MakeRow, list[tuple[int, str]]]] = {
     "below the target": ({}, kl(0.04), [(15, "kl-below-target")]),
     "nearly no KL": ({}, kl(0.005), [(15, "kl-hardly-learning")]),
     "on the target": ({}, kl(0.1), []),
+    "a policy that is frozen at first": (
+        {"ppo": {"value_warmup": 20}},
+        lambda step: {"kl/token": 0.0 if step <= 20 else 0.1},
+        [],
+    ),
+    "nearly no KL after that": (
+        {"ppo": {"value_warmup": 20}},
+        lambda step: {"kl/token": 0.0 if step <= 20 else 0.005},
+        [(31, "kl-hardly-learning")],
+    ),
     "a target per response": (
         {"kl": {"target": 3.0, "unit": "sequence"}},
         lambda _: {"kl/token": 0.1, "kl/sequence": 9.0},

@@ -68,19 +68,20 @@ def mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known and len(known) == len(every) else None
 
 
-def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any) -> dict[str, Any]:
+def control_figures(rows: Sequence[Mapping[str, Any]], kl: Any, frozen: int = 0) -> dict[str, Any]:
     """The figures that judge a run, for its summary, its card and its pages; what they mean: see `control.verdict`.
 
     rows: those of all updates; `kl` is their mean at the end, None if one was not finite. kl: the config's section.
-    A beta that does not depend on the KL has no verdict.
+    A beta that does not depend on the KL has no verdict. frozen: the first updates, in which the policy was not
+    trained (`ppo.value_warmup`); they are not judged.
     """
-    values = ratios(rows)
+    values = ratios(rows[frozen:])
     word, since, error = verdict(values) if adjusts(kl.controller.kind) else (None, None, None)
     return {
         "kl": mean(row.get(f"kl/{kl.unit}") for row in end(rows)),
-        "target": kl.target_value, "unit": kl.unit, "updates": len(rows),
+        "target": kl.target_value, "unit": kl.unit, "updates": len(values),
         "tail_error": tail_error(values), "time_in_band": time_in_band(values),
-        "verdict": word, "since": since, "error_since": error,
+        "verdict": word, "since": since and since + frozen, "error_since": error,
     }  # fmt: skip
 
 
@@ -147,7 +148,8 @@ class History:
         self.unit = config.kl.unit if coef else "token"
         self.there = 0.5 * (self.target or NO_TARGET)  # a KL below it may still rise
         self.floor = 1.5 * self.target if self.target is not None else NO_TARGET  # a KL below it may move as it likes
-        self.warmup = min(20, max(3, config.updates // 6))  # updates in which a KL that starts at 0 still rises
+        # Updates in which the policy is frozen, and in which a KL that starts at 0 still rises.
+        self.warmup = config.ppo.value_warmup + min(20, max(3, config.controlled_updates // 6))
         self.bounds = (control.min_coef, control.max_coef) if control.adjusts else (None, None)
         self.constant_coef = None if control.adjusts else coef
         self.curve: Sequence[Mapping[str, float]] = scores.tilt_curve() if scores else []

@@ -191,7 +191,7 @@ class RunResult:
         perplexity = ends["perplexity"]
         before = self.reference("eval/perplexity") if len(self.evaluations) > 1 else None
         return {
-            **control_figures(self.updates, self.config.kl),
+            **control_figures(self.updates, self.config.kl, self.config.ppo.value_warmup),
             **ends,
             "peak": max(self.ratios, default=None),
             "score_gain": self.gain(SHAPED),  # over the reference

@@ -19,7 +19,7 @@ def model_card(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], closing: Mapping[str, Any], *, adapter: bool
 ) -> str:
     """Markdown. `rows`: those of all updates; `closing`: the closing evaluation; `adapter`: the folder holds one."""
-    control, reward = control_figures(rows, config.kl), config.reward
+    control, reward = control_figures(rows, config.kl, config.ppo.value_warmup), config.reward
     scorers = config.eval.watched
     figures = closing_figures([*rows, closing], config.kl.unit, scorers)
     score, perplexity, forgetting, beta = (

@@ -277,7 +277,7 @@ class TrainLoop:
             final=(rows[-1] if rows else {}) | evaluated,
             best=self.monitors.best,
             best_checkpoint=self.monitors.best_checkpoint,
-            control=control_figures(rows, self.config.kl),
+            control=control_figures(rows, self.config.kl, self.config.ppo.value_warmup),
             closing=closing,
             score_error=score_error(rows),
             tilt_share=self.tilt_share(closing, score_error(rows)),
