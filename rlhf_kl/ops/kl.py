@@ -73,6 +73,11 @@ def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, x, torch.zeros_like(x))
 
 
+def _estimated(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, mask: Tensor | None) -> Tensor:
+    """KL estimates, 0 outside of the mask; padding has no gradient, however far its log-probs are apart."""
+    return estimate_kl(_masked(logprobs, mask), _masked(ref_logprobs, mask), estimator)
+
+
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, coef: float, estimator: str = "k1", mask: Tensor | None = None
 ) -> Tensor:
@@ -80,7 +85,7 @@ def kl_penalty(
 
     `logprobs` and `ref_logprobs` have one shape; `mask` (that shape, bool) selects the policy's tokens.
     """
-    kl = _masked(estimate_kl(logprobs, ref_logprobs, estimator), mask)
+    kl = _estimated(logprobs, ref_logprobs, estimator, mask)
     return coef * kl.mean() if mask is None else coef * kl.sum() / mask.sum()
 
 
@@ -97,7 +102,7 @@ def rewards_with_kl(
     Equal shapes are elementwise: rewards = scores - coef * kl. Scores (B,) with log-probs (B, T) need the
     `mask` (B, T) and are added at the last selected token of each row (Ziegler et al. 2019, section 2).
     """
-    kl = _masked(estimate_kl(logprobs, ref_logprobs, estimator), mask)
+    kl = _estimated(logprobs, ref_logprobs, estimator, mask)
     if scores.shape == kl.shape:
         return _masked(scores, mask) - coef * kl, kl
     if kl.dim() != 2 or scores.shape != kl.shape[:1]:

@@ -135,6 +135,19 @@ def test_the_penalty_carries_a_gradient() -> None:
     torch.testing.assert_close(logprobs.grad, 2.0 * (LOGPROBS - REFERENCE) / 4)
 
 
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_padding_has_no_gradient_however_far_apart_its_log_probs_are(estimator: str) -> None:
+    """A fill value on one side once gave a finite penalty and a gradient of NaN."""
+    logprobs = torch.tensor([-1.0, -100.0], requires_grad=True)
+    mask = torch.tensor([True, False])
+    kl_penalty(logprobs, torch.tensor([-1.5, 3.0]), 0.1, estimator, mask).backward()
+    alone = torch.tensor([-1.0], requires_grad=True)
+    kl_penalty(alone, torch.tensor([-1.5]), 0.1, estimator).backward()
+    assert logprobs.grad is not None
+    assert alone.grad is not None
+    assert logprobs.grad.tolist() == [*alone.grad.tolist(), 0.0]
+
+
 def test_scores_and_log_probs_must_fit() -> None:
     wide = torch.zeros(4, 3)
     with pytest.raises(ValueError, match="mask"):
