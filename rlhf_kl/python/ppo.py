@@ -53,7 +53,7 @@ class PPO:
         ppo.save("final")
 
     The scale of the scores and the starting beta are measured once, before the first update: on samples of the
-    reference where a scorer is known, `scorer` or the reward of the config; else on the scores of the first rollout.
+    reference by `scorer`, or by the config's reward if the first step has no scores; else on the first step's scores.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class PPO:
         self.training: Training | None = None
         self.metrics: list[dict[str, Any]] = []  # the row of each update
         self.updates = 0  # that were made
+        self.own_scale = False  # whether the scale is that of the caller's scores
         self._made: tuple[Responses, Sampled, RolloutBatch] | None = None
         self._began = time.perf_counter()
 
@@ -128,7 +129,7 @@ class PPO:
     def step(self, rollout: RolloutBatch, scores: Scores | None = None) -> dict[str, Any]:
         """One update with the last rollout: PPO, then beta. Returns its row, as in `metrics.jsonl`.
 
-        scores: one for each response, None or NaN = not scored; left out: by the scorer, or the config's reward.
+        scores: one for each response, None = not scored; left out: by the scorer, or the config's reward.
         Errors: InputError for scores that do not fit; GuardStop where a run would end.
         """
         if self._made is None or self._made[2] is not rollout:
@@ -139,6 +140,10 @@ class PPO:
             raise InputError("scores: reward.normalize=each scales the terms of a sum, not its scores: leave them out")
         if raw is None and not self.knows_scorer:
             raise InputError("scores: no scorer is known: ppo.step(rollout, scores=...)")
+        if raw is None and self.own_scale:
+            raise InputError(
+                "scores: their scale is that of the scores that the first step got: give them to each step"
+            )
         step = self.updates + 1
         self.setup.scorers.begin(step, self.config.updates)
         if self.training is None:
@@ -174,6 +179,7 @@ class PPO:
         training = self._trained
         return {
             "updates": self.updates,
+            "own_scale": self.own_scale,
             "start": training.state_dict(),
             "trainer": training.trainer.state_dict(),
             "model": checkpointed(training.trainer.model.modules).state_dict(),
@@ -195,6 +201,7 @@ class PPO:
         self._monitors.load_state_dict(state["monitors"])
         load_library_state(state["libraries"])
         self.updates, self.metrics, self._made = state["updates"], list(state["metrics"]), None
+        self.own_scale = state["own_scale"]
 
     # ---- the parts
 
@@ -218,7 +225,8 @@ class PPO:
         """The trainer, from samples of the reference, or from the scores of the first rollout."""
         samples: ReferenceSamples | None = None
         if raw is not None and not self.scorer_is_given:
-            log.info("the scale of the scores and the starting beta come from the first rollout: no scorer is known")
+            self.own_scale = True
+            log.info("the scale of the scores and the starting beta come from the scores of the first rollout")
             groups = [i // self.setup.prompts.samples for i in range(len(responses.texts))]
             shaping = configured_shaping(self.config)
             samples = score_samples([(responses, sampled)], groups, lambda _: raw, shaping)

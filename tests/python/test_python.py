@@ -179,6 +179,20 @@ def test_the_rows_of_a_loop_are_those_of_a_run_and_a_loaded_one_goes_on(tmp_path
     assert {"model.safetensors", "tokenizer_config.json", "README.md"} <= {file.name for file in saved.iterdir()}
 
 
+def test_scores_of_ones_own_are_not_mixed_with_those_of_another_scale(tmp_path: Path) -> None:
+    """The scale came from the caller's scores; a step without any once took the config's reward on it."""
+    ppo, other = loop(3), loop(3)
+    rollout = ppo.rollout()
+    ppo.step(rollout, [1000.0 * score for score in count_a(rollout.prompts, rollout.responses)])
+    torch.save(ppo.state_dict(), tmp_path / "state.pt")
+    other.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for each in (ppo, other):
+        rollout = each.rollout()
+        with pytest.raises(rlhf_kl.RlhfKlError, match="give them to each step"):
+            each.step(rollout)
+        each.step(rollout, count_a(rollout.prompts, rollout.responses))
+
+
 def test_a_loaded_loop_draws_the_numbers_that_its_scorer_would_have_drawn() -> None:
     def noisy(prompts: list[str], responses: list[str]) -> list[float]:
         return (torch.rand(len(responses)) + random.random() + np.random.rand()).tolist()
