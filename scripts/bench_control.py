@@ -49,6 +49,13 @@ LEAN = ("eval.every=1000000", "tracking.samples_every=1000000", "tracking.tensor
         "checkpoint.keep=1")  # fmt: skip
 STORIES = "data/tinystories-1000/stories.jsonl"
 REAL = {"policy.model": "models/TinyStories-656K", "data.prompts": STORIES, "eval.texts": STORIES}  # below --real
+
+
+def from_files(folder: Path) -> list[str]:
+    """Settings of `tinystories.yaml` with files in place of what the hub has; a file has no split for validation."""
+    return [*(f"{key}={(folder / path).absolute()}" for key, path in REAL.items()), "eval.split=test"]
+
+
 TRIES = 6  # constant betas of a row
 FARTHEST = 10.0  # largest factor between two of them
 INNER = (0.15, 0.85)  # part of a bracket that the next beta lies in
@@ -79,7 +86,7 @@ def plan_row(name: str, row: Mapping[str, Any], args: Any, constant: float | str
         label = {constant: f"{name}-constant-{constant}"}
         controllers = {constant: {"kind": "fixed", "coef": constant}}
     variants = {label[beta]: change | {"kl": kl | {"controller": law}} for beta, law in controllers.items()}
-    sets = [f"{key}={(args.real / path).absolute()}" for key, path in REAL.items() if args.real and "base" in row]
+    sets = from_files(args.real) if args.real and "base" in row else []
     raw = {"base": base, "seeds": seeds, "variants": variants}
     return plan_comparison(raw, ROWS, [*LEAN, *sets, *args.sets], args.out, args.seed).runs
 

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import yaml
-from bench_control import REAL
+from bench_control import from_files
 
 from rlhf_kl.run.log import write_json
 
@@ -49,9 +49,7 @@ def runs_of(name: str, folder: Path, real: str | None) -> dict[tuple[float, int]
     variants = {f"target-{target:g}": {"kl": {"target": target}} for target in plant["targets"]}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump({"base": base, "seeds": plant["seeds"], "variants": variants}), encoding="utf-8")
-    sets = (
-        [f"{key}={(Path(real) / path).absolute()}" for key, path in REAL.items()] if real and name != "built-in" else []
-    )
+    sets = from_files(Path(real)) if real and name != "built-in" else []
     sets += [f"reward.kind={HERE}/stress_rewards.py:{name}"] if sets else []
     options = [word for each in sets for word in ("--set", each)]
     program("compare", "--config", str(file), "--output-dir", str(folder / name), "--jobs", "2", *options)

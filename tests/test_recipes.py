@@ -8,18 +8,23 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from bench_control import STORIES, from_files
 
 from rlhf_kl.config.paths import shipped_configs
 from rlhf_kl.config.resolve import load_config
 from rlhf_kl.config.variants import load_compare
+from rlhf_kl.data.rows import read_texts
 from rlhf_kl.models.pretrained import save_model
 from rlhf_kl.models.scratch import train_tokenizer
 from rlhf_kl.plugins import load_attribute
+from rlhf_kl.training import sets
+from tests.conftest import REPOSITORY
 
 Cli = Callable[..., Any]
 WORDS = "the film was good bad long funny and a story of one dog who ran far away home again".split()  # noqa: SIM905
@@ -171,3 +176,13 @@ def test_a_recipe_as_shipped_is_valid_and_names_nothing_else(recipe: str) -> Non
     ppo = load_config("train", f"{recipe}_ppo.yaml")
     assert ppo.policy.model == f"runs/{recipe}_sft/final"
     assert ppo.reward.model == f"runs/{recipe}_reward/final"
+
+
+def test_the_plants_of_tinystories_are_read_from_files(tmp_path: Path) -> None:
+    """In place of the hub's data set, whose split for validation no file has: 27 runs once failed in an hour."""
+    file = tmp_path / STORIES
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(f'{{"text": "story {i}"}}\n' for i in range(3)), encoding="utf-8")
+    config = load_config("train", str(REPOSITORY / "scripts" / "tinystories.yaml"), from_files(tmp_path))
+    held, read = config.eval, partial(read_texts, column="text")
+    assert len(sets.load("eval.texts", held.texts, held.split, read, beside=config.data.prompts)) == 3

@@ -37,7 +37,8 @@ def texts() -> dict[str, list[str]]:
     """Answers as a person would write them, and stories."""
     answers = (ROOT / "configs" / "smollm2" / "texts.txt").read_text(encoding="utf-8").split("\n")
     ref = real("data/tinystories-1000/stories.jsonl", "roneneldan/TinyStories")
-    stories = sets.load("--stories", ref, "validation", partial(read_texts, column="text"))
+    split = "test" if Path(ref).is_file() else "validation"
+    stories = sets.load("--stories", ref, split, partial(read_texts, column="text"))
     return {"answers": [line for line in answers if line.strip()], "stories": list(islice(stories, STORIES))}
 
 

@@ -53,6 +53,7 @@ def trained(config: str, folder: Path) -> Runs:
     if config.startswith("stories_") and os.environ.get("RLHF_KL_REAL"):
         stories = real("data/tinystories-1000/stories.jsonl", "")
         sets = {"policy.model": real("models/TinyStories-656K", ""), "data.prompts": stories, "eval.texts": stories}
+        sets["eval.split"] = "test"  # a file has no other
     options = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     run_program("compare", "--config", str(HERE / config), "--jobs", "2", "--output-dir", str(folder), *options)
     return finished(folder)
