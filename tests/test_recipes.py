@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from bench_control import STORIES, from_files
+from bench_control import REAL, STORIES, from_files
 
 from rlhf_kl.config.paths import shipped_configs
 from rlhf_kl.config.resolve import load_config
@@ -182,6 +182,7 @@ def test_the_plants_of_tinystories_are_read_from_files(tmp_path: Path) -> None:
     """In place of the hub's data set, whose split for validation no file has: 27 runs once failed in an hour."""
     file = tmp_path / STORIES
     file.parent.mkdir(parents=True)
+    (tmp_path / REAL["policy.model"]).mkdir(parents=True)
     file.write_text("".join(f'{{"text": "story {i}"}}\n' for i in range(3)), encoding="utf-8")
     config = load_config("train", str(REPOSITORY / "scripts" / "tinystories.yaml"), from_files(tmp_path))
     held, read = config.eval, partial(read_texts, column="text")
