@@ -27,6 +27,7 @@ SCORES = "scores_shaped"  # the measure that is trained on; others are the score
 # If these differ, KLs have different references; and scores, or those of the other scorers, different scales.
 REFERENCE = ("policy.model", "reference.", "rollout.temperature")
 SCALE, HELD_OUT = ("reward.",), ("data.prompts", "eval.prompts")
+SAMPLED = ("data.", "rollout.max_new_tokens")  # with these other, samples of the reference have other scores
 NOT_THE_RUN = ("run.name", "run.output_dir", "run.seed", "checkpoint.", "tracking.")
 NO_MEANS = ("verdict", "since", "error_since", "target", "unit", "updates")  # of a run's figures
 
@@ -152,9 +153,10 @@ class Comparison:
     def ends(self, variant: Variant, measure: str = SCORES) -> dict[int, Point]:
         """sqrt(KL per response) and gain over the reference at the end of each run of a variant, by seed.
 
-        The score is on one scale for all runs of a seed: that of the run with the most samples of the reference.
+        The score is on one scale for all runs of a seed whose references sample alike: that of the run with the most
+        samples of it.
         """
-        alike = [v.runs for v in self.variants if not _scale_diff(variant, v)]
+        alike = [v.runs for v in self.variants if not _changed(variant, v, (*SCALE, *REFERENCE, *SAMPLED))]
 
         def gain(seed: int, run: RunResult) -> float | None:
             if measure != SCORES:
@@ -273,6 +275,10 @@ def _notes(variants: Sequence[Variant]) -> list[str]:
     for other in others:
         if changed := _scale_diff(first, other):
             notes.append(f"scores of {first.name} and {other.name} are not comparable at equal KL: {changed[0]}")
+        elif changed := _changed(first, other, SAMPLED):
+            notes.append(f"scores of {first.name} and {other.name} are of different tasks: {changed[0]}")
+        if len(set(read.values())) == 1 and (changed := _changed(first, other, ("eval.texts",))):
+            notes.append(f"perplexities of {first.name} and {other.name} may be of different texts: {changed[0]}")
     return notes
 
 
@@ -284,4 +290,8 @@ def _diff(a: TrainConfig, b: TrainConfig, *but: str) -> list[str]:
 def _scale_diff(a: Variant, b: Variant, measure: str = SCORES) -> list[str]:
     """Differences in settings that make a measure at equal KL of two variants incomparable."""
     own = SCALE if measure == SCORES else (f"eval.scorers.{measure}.", f"eval.scorers.{measure}:", *HELD_OUT)
-    return [line for line in _diff(a.config, b.config) if line.startswith((*own, *REFERENCE))]
+    return _changed(a, b, (*own, *REFERENCE))
+
+
+def _changed(a: Variant, b: Variant, keys: tuple[str, ...]) -> list[str]:
+    return [line for line in _diff(a.config, b.config) if line.startswith(keys)]

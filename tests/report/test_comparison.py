@@ -118,6 +118,32 @@ def test_scores_on_different_scales_are_not_compared(
     assert any(note.startswith("scores of a-1 and b-1 ") for note in notes)
 
 
+@pytest.mark.parametrize("other", [{"data": {"prompts": "hard.jsonl"}}, {"rollout": {"max_new_tokens": 9}}])
+def test_scores_of_other_prompts_stay_on_the_scale_of_their_own_reference(
+    write_run: Write, metrics_rows: Rows, other: dict[str, Any]
+) -> None:
+    """Both gain 1.5 over their references; harder prompts, whose reference scores 3 less, once made it 3 less."""
+    paths = []
+    for name, config, mean in (("easy", {}, 3.0), ("hard", other, 0.0)):
+        rows = [row | {"objective/scores_shaped": 1.5} for row in metrics_rows([0.1] * 40)]
+        reference = {"scale": {"mean": mean, "std": 1.0}, "samples": 256, "scores_shaped": 0.0}
+        controller = {"kl": {"controller": {"kind": "adaptive" if name == "easy" else "pid"}}}
+        paths.append(write_run(name, rows, config=controller | config, summary={"reference": reference}))
+    comparison = read_comparison(paths)
+    gains = [comparison.ends(variant) for variant in comparison.variants]
+    assert [next(iter(each.values()))[1] for each in gains] == pytest.approx([1.5, 1.5])
+    assert any("easy and hard are of different tasks" in note for note in comparison.notes)
+
+
+def test_perplexities_of_other_texts_are_told(write_run: Write, metrics_rows: Rows) -> None:
+    """Texts of an equal number once counted as the same."""
+    paths = [
+        write_run(name, metrics_rows([0.1] * 40), config={"eval": {"texts": f"{name}.txt"}}) for name in ("one", "two")
+    ]
+    notes = read_comparison(paths).notes
+    assert any("perplexities of one and two may be of different texts: eval.texts" in note for note in notes)
+
+
 def test_a_sweep_of_targets_shows_what_each_cost(write_run: Write, metrics_rows: Rows) -> None:
     paths = []
     for target, golds in {0.05: (0.9, 1.1), 0.1: (2.6, 3.2), 0.2: (2.9, 3.1), 0.4: (-0.1, 0.1)}.items():
