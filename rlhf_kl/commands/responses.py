@@ -26,6 +26,7 @@ from rlhf_kl.training.samples import score_at, token_rows
 from rlhf_kl.training.setup import build_prompts, sampling_of, usable_prompts
 from rlhf_kl.training.world_files import with_files
 from rlhf_kl.types import REWARD, Prompts
+from rlhf_kl.ui import log
 
 
 class Models(NamedTuple):
@@ -53,7 +54,7 @@ def load_models(
     config = on_this_machine(config, stored=True)
     loader = Loader(config.run, run_device(config.run))
     reward = {key: scorer for key, scorer in scorers_of(config).items() if key.startswith(REWARD)}
-    scorers = scorers_of_run(loader, config, folder, reward) if scores else NO_SCORERS
+    scorers = scorers_of_run(loader, config, folder, reward, checkpoint) if scores else NO_SCORERS
     policy, tokenizer = load_policy(loader, config, folder, model, checkpoint)
     other = load_reference(loader, config, (policy, tokenizer))[0] if reference else None
     scorers.begin(config.updates + 1, config.updates)
@@ -69,7 +70,10 @@ def chosen_prompts(models: Models, texts: Sequence[str], file: str | None, colum
         key, rows = "--prompts -", [PromptRow(row["text"], {}) for row in read_lines(sys.stdin.buffer.read(), "stdin")]
     elif file is not None:
         key, ref = "--prompts", located(file)
-        section = PromptsSection(prompts=ref, column=column or "prompt", chat_template=form.chat_template)
+        if column and form.template:
+            log.info("--column: these prompts are taken as they are, without the run's data.template")
+        known = {"column": column} if column else {"column": form.column, "template": form.template}
+        section = PromptsSection(prompts=ref, chat_template=form.chat_template, **known)
         rows = sets.load(key, ref, "test", sets.prompt_reader(section))
     elif not texts:
         _, kept = build_prompts(config, sets.prompts(config.data, config.eval), policy, tokenizer)
