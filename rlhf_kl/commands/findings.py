@@ -147,7 +147,7 @@ def check_reward_model(config: TrainConfig, setup: Setup, pairs: str | None) -> 
     accuracy, chance, where = None, 0.5, "the held-out data of its training"
     if pairs is not None:
         section = PairsSection(pairs=pairs, eval_pairs=pairs, chat_template=reward.form.chat)
-        held = sets.load("--pairs", pairs, section.split, sets.pair_reader(section))[:PAIRS]
+        held = sets.load("--pairs", pairs, section.eval_split, sets.pair_reader(section), PAIRS)
         prompts = [pair.prompt for pair in held]
         chosen = reward.score(prompts, [pair.chosen for pair in held])
         rejected = reward.score(prompts, [pair.rejected for pair in held])

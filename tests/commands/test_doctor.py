@@ -268,6 +268,19 @@ def test_a_reward_model_is_tried_on_pairs(doctor: Doctor, tiny_reward_folder: Pa
     assert numbers(text)[:3] == [50, 16, 50]  # right on 50 % of 16, as guessing is
 
 
+def test_a_reward_model_is_tried_on_pairs_that_it_has_not_learned_from(
+    doctor: Doctor, tiny_reward_folder: Path, tmp_path: Path
+) -> None:
+    """Of a data set's test split: those of `train` once passed as held out."""
+    (tmp_path / "pairs").mkdir()
+    for split, count in (("train", 30), ("test", 4)):
+        rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c" * n} for n in range(1, count + 1)]
+        jsonl(tmp_path / "pairs" / f"{split}.jsonl", rows)
+    reward = f"reward={{kind: model, model: '{tiny_reward_folder}'}}"
+    ((_, text),) = doctor(reward, options=("--pairs", str(tmp_path / "pairs")))["reward"]
+    assert "of 4 held-out pairs" in text
+
+
 @pytest.mark.skipif(not can_shard(), reason="FSDP2 of this torch is too old")
 def test_the_doctor_of_several_processes(doctor: Doctor) -> None:
     found = doctor("policy.shard=true", options=("--processes", "2"))
