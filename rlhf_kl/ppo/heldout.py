@@ -307,10 +307,10 @@ def standard_error(
     return math.sqrt((len(left) - 1) * pvariance(left)) if left[1:] and all(map(math.isfinite, left)) else None
 
 
-def distinct_2(texts: Sequence[str]) -> float:
-    """Share of pairs of words that are distinct, over all texts (Li et al. 2016, 1510.03055)."""
+def distinct_2(texts: Sequence[str]) -> float | None:
+    """Share of pairs of words that are distinct, over all texts (Li et al. 2016, 1510.03055); None without a pair."""
     pairs = [pair for text in texts for pair in _word_pairs(text)]
-    return len(set(pairs)) / len(pairs) if pairs else 0.0
+    return len(set(pairs)) / len(pairs) if pairs else None
 
 
 def _word_pairs(text: str) -> list[tuple[str, str]]:
