@@ -71,6 +71,11 @@ def _beginnings(prompts: Sequence[PromptRow], tokenizer: Any, count: int) -> lis
         raise InputError("data.first_tokens cannot cut conversations of several turns")
     rows = encode_all(tokenizer, [prompt.text for prompt in prompts], bos=False)
     cut: list[str] = tokenizer.batch_decode([row[:count] for row in rows], clean_up_tokenization_spaces=False)
+    # A part of a character at the cut is left out.
+    cut = [
+        short if prompt.text.startswith(short) else short.rstrip("\ufffd")
+        for short, prompt in zip(cut, prompts, strict=True)
+    ]
     return [
         PromptRow(short, prompt.row, turns_of(short) if prompt.messages else ())
         for short, prompt in zip(cut, prompts, strict=True)

@@ -13,6 +13,7 @@ from rlhf_kl.data.chat import chat_exchange, opening, plain_text, without_openin
 from rlhf_kl.data.prepare import prepare_prompts
 from rlhf_kl.data.prompts import PromptStream
 from rlhf_kl.data.rows import PromptRow
+from rlhf_kl.models.scratch import train_tokenizer
 from rlhf_kl.training.resolved import decided_chat
 from rlhf_kl.types import Prompt, Prompts
 from tests.made import Make, numbers, problem
@@ -76,6 +77,15 @@ def test_only_the_first_tokens_of_a_prompt(letters: Any) -> None:
     prompts, _ = prepare(["abcd", "d", "dcba"], letters, 6, first_tokens=2)
     assert prompts.texts == ["ab", "d", "dc"]
     assert prompts.ids == [[1, 3, 4], [1, 6], [1, 6, 5]]
+
+
+def test_the_first_tokens_end_with_a_whole_character() -> None:
+    """A cut through one once made a prompt end in a character that it never had, and in more tokens than asked for."""
+    tokenizer = train_tokenizer(["abc"], 259, 64)  # bytes
+    cut, _ = prepare(["ab\u6211c", "\u6211\u6211", "ab\ufffdc"], tokenizer, None, first_tokens=5)
+    assert cut.texts == ["ab\u6211", "\u6211", "ab\ufffd"]
+    cut, _ = prepare(["ab\u6211c", "\u6211\u6211"], tokenizer, None, first_tokens=4)
+    assert cut.texts == ["ab", "\u6211"]
 
 
 CHAT = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}d{% endif %}"
