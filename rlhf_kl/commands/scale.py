@@ -219,6 +219,8 @@ class Scaled:
             share = self.share_of(target)
             if share > FARTHEST:
                 self.too_far.append(target)
+                if (near := self.scales.pop(target, None)) is not None:
+                    self.scales[_rounded(self.kl(near))] = near  # as far as it went
                 return
             if not any(abs(one - share) < SAME * share for one in self.rows):
                 self.measure(share, f"target {target:g}")
