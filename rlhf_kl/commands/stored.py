@@ -148,17 +148,28 @@ def load_policy(
 
 
 def scorers_of_run(
-    loader: Loader, config: TrainConfig, folder: RunFolder | None, sections: Mapping[str, ScorerSection]
+    loader: Loader,
+    config: TrainConfig,
+    folder: RunFolder | None,
+    sections: Mapping[str, ScorerSection],
+    step: int | None = None,
 ) -> Scorers:
     """These scorers of a run, the terms of `reward.normalize: each` on the scale that it measured at its start.
 
-    Of a config's start nothing was measured: then without such a reward. `sections`: some of `scorers_of` the config.
+    Functions have the state that they had at the checkpoint `step` (None: the last). Of a config's start nothing was
+    measured: then without such a reward. `sections`: some of `scorers_of` the config.
     """
     from rlhf_kl.rewards.scorer import Scorers
     from rlhf_kl.run.checkpoint import checkpoints
     from rlhf_kl.types import TERM
 
     scorers = loader.scorers(sections, config.reward.time_limit, config.data.system)
+    if folder is not None and (names := scorers.with_state):
+        read = [each for each in checkpoints(folder.checkpoints) if step in (None, each.step)]
+        if read:
+            scorers.load_state_dict(read[-1].state()["tracked"][0]["scorers"])
+        else:
+            log.warning(f"{', '.join(names)}: no checkpoint holds the state of this function: it begins anew")
     if config.reward.normalize != EACH or not scorers.terms:
         return scorers
     if folder is None:

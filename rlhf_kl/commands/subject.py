@@ -73,7 +73,7 @@ class Subject:
             config = with_files(config)
             if scored:
                 refused = {} if folder is None else permissions.refused(config)
-                self.scorers = scorers_of_run(loader, config, folder, allowed_scorers(config, refused))
+                self.scorers = scorers_of_run(loader, config, folder, allowed_scorers(config, refused), checkpoint)
         self.config = config
         self.policy, self.tokenizer = load_policy(loader, config, folder, model, checkpoint)
         self.reference, self.reference_tokenizer = None, None

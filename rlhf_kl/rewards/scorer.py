@@ -223,6 +223,11 @@ class Scorers:
                     states[scorer.name] = function.state_dict()
         return states
 
+    @property
+    def with_state(self) -> list[str]:
+        """The config keys of the functions that have a state."""
+        return [scorer.key for scorer, function in self._functions if function.has_state]
+
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore the states; an object that has none there begins anew. Errors: InputError if one cannot."""
         for scorer, function in self._functions:
