@@ -121,6 +121,7 @@ class RewardModel:
         self.limit = min(limits, default=None)
         self.trunk = Trunk(model, dtype)
         self.system: str | None = None  # message before a chat that has none, as the policy reads it
+        self.ignored: int | None = None  # the token that ends no text: padding, which transformers leaves out
         self.doubt, self.advice = "", ""  # of a format that is only guessed
         self.told = False  # that the chat template leaves out system messages
         self.cuts_told = False  # that a text has lost its beginning
@@ -273,6 +274,9 @@ class RewardModel:
         eos = self.tokenizer.eos_token_id
         end = [eos] if self.form.append_eos and not self.form.chat and eos is not None else []
         rows = [[*ids, *end] for ids in encode_all(self.tokenizer, texts, bos=False if self.form.chat else None)]
+        for row in rows:
+            while row[1:] and row[-1] == self.ignored:
+                row.pop()
         limit = self.limit or max(map(len, rows), default=1)
         return Texts([row[-limit:] for row in rows], None, sum(len(row) > limit for row in rows))
 
@@ -298,7 +302,9 @@ class RewardModel:
 def save_reward_model(reward: RewardModel, folder: Path) -> None:
     """Save a folder for plain transformers, or for peft if the model has an adapter; it also stores the format."""
     setattr(reward.model.config, FORMAT_KEY, asdict(reward.form))
-    reward.model.config.pad_token_id = reward.tokenizer.pad_token_id
+    pad, eos = reward.tokenizer.pad_token_id, reward.tokenizer.eos_token_id
+    # Plain transformers scores the last token that is no padding: if that were the EOS, another one than was trained.
+    reward.model.config.pad_token_id = None if pad == eos and not reward.encoder else pad
     save_model(reward.model, reward.tokenizer, folder)
     if has_adapter(reward.model):
         (folder / FORMAT_FILE).write_text(json.dumps(asdict(reward.form)) + "\n", encoding="utf-8")

@@ -152,6 +152,8 @@ class Loader:
                 ends = "its chat template (as its folder says)" if reward.form.chat else "an encoder's tokenizer"
                 unread = f"{key.removesuffix('.model')}.append_eos is not read: {section.append_eos}"
                 raise InputError(f"{ends} ends the text, so {unread}")
+        if not (reward.encoder or hasattr(model.config, FORMAT_KEY) or section.append_eos is not None):
+            reward.ignored = reward.model.config.get_text_config().pad_token_id
         reward.doubt, reward.advice = _doubt(reward, section, key.removesuffix(".model"))
         if reward.doubt:
             log.warning(f"{key}: {reward.doubt}: set {reward.advice}")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_kl.config.schema.reward import ScorerSection
 from rlhf_kl.data.rows import Labelled, Pair
-from rlhf_kl.rewards.model import RewardModel
+from rlhf_kl.rewards.model import RewardModel, save_reward_model
 from rlhf_kl.supervised.kinds import LabelTask, PairTask
 from rlhf_kl.training.load import Loader
 from tests.made import numbers, problem
@@ -50,6 +50,29 @@ def encoder(letters: Any, tmp_path: Path) -> Path:
 def loaded(folder: Path, **keys: Any) -> RewardModel:
     section = ScorerSection(model=str(folder), **keys)
     return Loader().reward_model(str(folder), "reward.terms.a.model", section)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_classifier_whose_padding_is_its_eos_is_read_as_transformers_reads_it(chatty: Path, chat: bool) -> None:
+    """TRL trains such ones where a tokenizer has no pad token; the state of the EOS was never trained."""
+    file = chatty / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": 2, "eos_token_id": 2}))
+    reward = loaded(chatty, chat_template=chat)
+    reward.tokenizer.pad_token = reward.tokenizer.eos_token
+    texts = ["a" + answer for answer in ("b", "cd", "dddc")]
+    rows = [[*reward.tokenizer(text)["input_ids"], 2] for text in texts]
+    with torch.no_grad():
+        theirs = [float(reward.model(torch.tensor([row])).logits[0, 0]) for row in rows]
+    if not chat:
+        assert reward.score(["a"] * 3, ["b", "cd", "dddc"]).tolist() == pytest.approx(theirs, abs=1e-5)
+        asked = loaded(chatty, chat_template=False, append_eos=True).score(["a"], ["b"])  # as the config says
+        assert abs(float(asked[0]) - theirs[0]) > 1e-4
+    assert all(row[-1] != 2 for row in reward.encode(["a"] * 3, ["b", "cd", "dddc"]))
+    save_reward_model(reward, chatty.parent / "own")  # trained here, where an EOS ends each text
+    assert json.loads((chatty.parent / "own" / "config.json").read_text()).get("pad_token_id") is None
+    own = loaded(chatty.parent / "own")
+    assert own.ignored is None
+    assert own.form.append_eos
 
 
 def test_an_eos_that_is_written_but_not_read_is_refused(encoder: Path, tiny_reward_folder: Path) -> None:
