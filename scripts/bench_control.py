@@ -114,7 +114,7 @@ OWN = {"log_beta_sd": log_beta_sd, "cut": cut, "tilt_share": lambda run: run.sum
 
 def over(runs: Sequence[RunResult], key: str, reduce: Callable[[list[float]], float] = fmean) -> float | None:
     """A figure of several runs as one; None where a run has none."""
-    values = [(run.figures | {name: own(run) for name, own in OWN.items()})[key] for run in runs]
+    values = [(run.figures | {name: own(run) for name, own in OWN.items()}).get(key) for run in runs]
     return reduce(values) if values and None not in values else None
 
 

@@ -77,7 +77,7 @@ def compared(name: str, folder: Path, real: str | None) -> dict[str, Any]:
         rows = {seed: row for seed, table in tables.items() for row in table["rows"] if row["target"] == target}
         entry: dict[str, Any] = {"seeds": len(rows)}
         for key in FIGURES:
-            pairs = [(row[key], evaluations[target, seed][key]) for seed, row in rows.items()]
+            pairs = [(row.get(key), evaluations[target, seed].get(key)) for seed, row in rows.items()]
             pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
             if not pairs:
                 continue
