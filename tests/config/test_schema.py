@@ -75,7 +75,7 @@ EXACT = {"placement": "rao_blackwell", "estimator": "exact"}
         ({"estimator": "exact"}, EXACT),
         ({"placement": "rao_blackwell"}, EXACT),
         ({"placement": "reward"}, {"placement": "reward", "estimator": "k1"}),
-        ({"placement": "loss"}, {"placement": "loss", "estimator": "k1"}),
+        ({"placement": "loss"}, {"placement": "loss", "estimator": "exact"}),
         ({"estimator": "k3"}, {"placement": "reward", "estimator": "k3"}),
         ({"placement": "reward", "estimator": "exact"}, {"placement": "reward", "estimator": "exact"}),
     ],

@@ -84,7 +84,7 @@ def _or_null(schema: dict[str, Any]) -> None:
 
 class KLSection(Section):
     estimator: Literal["k1", "k2", "k3", "exact", "importance"] = Field(default="exact", json_schema_extra=_or_null)
-    """Estimator of each token's KL in the penalty; null = exact for rao_blackwell, k1 for the others."""
+    """Estimator of each token's KL in the penalty; null = exact, or k1 for reward."""
     placement: Literal["reward", "loss", "rao_blackwell"] = Field(default="rao_blackwell", json_schema_extra=_or_null)
     """Where the KL penalty is added; rao_blackwell needs the exact estimator.
 
@@ -95,7 +95,7 @@ class KLSection(Section):
     unit: Literal["token", "sequence"] = "token"
     """Unit of the target, the ceiling and the controller: nats per token or per sequence."""
     controller: ControllerSection = Field(default_factory=ControllerSection)
-    """The controller of beta; with kind fixed, beta is constant and the target is only reported."""
+    """The controller of beta; with kind fixed beta is constant, and only the ceiling counts from the target."""
     ceiling: CeilingSection | None = Field(default_factory=CeilingSection)
     """An upper limit of the KL, in addition to the controller; null = none."""
 
@@ -107,7 +107,7 @@ class KLSection(Section):
             return raw
         estimator, placement = raw.get("estimator"), raw.get("placement")
         usual = {
-            "estimator": "exact" if placement in (None, "rao_blackwell") else "k1",
+            "estimator": "k1" if placement == "reward" else "exact",
             "placement": "rao_blackwell" if estimator in (None, "exact") else "reward",
         }
         return raw | {key: value for key, value in usual.items() if raw.get(key) is None}
