@@ -65,6 +65,19 @@ def usual_learning_rate(parameters: int, *, adapter: bool) -> float:
     return float(f"{rate * (ADAPTER_FACTOR if adapter else 1.0):.1e}")
 
 
+def supervised_learning_rate(parameters: int, *, new: bool, adapter: bool) -> float:
+    """Learning rate of fine-tuning or of a reward model, to two digits; `new`: of a model that begins at random.
+
+    Twice that of PPO, and at least 1e-5: 2e-5 at 124M, 1e-5 from 1B on (in use: 9e-6 for a reward model of 6B, Ouyang
+    et al. 2022, 2203.02155; 2e-5 at 7B, Taori et al. 2023). A new model: 5e-3 at 0.9M (the built-in one), 6e-4 at 124M
+    (Brown et al. 2020, 2005.14165, table 2.1).
+    """
+    if new:
+        return float(f"{5e-3 * min(1.0, BUILT_IN_SIZE / parameters) ** 0.43:.1e}")
+    rate = max(1e-5, 2.0 * usual_learning_rate(parameters, adapter=False))
+    return float(f"{rate * (ADAPTER_FACTOR if adapter else 1.0):.1e}")
+
+
 def lr_factor(schedule: str, progress: float, warmup: float = 0.0) -> float:
     """Factor of the learning rate at `progress` in [0, 1]: constant, linear to 0, or half a cosine to 0.
 

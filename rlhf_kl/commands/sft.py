@@ -27,13 +27,15 @@ def run_supervised(config: SFTConfig | RewardModelConfig, run: Run) -> dict[str,
     loader = Loader(config.run, device)
     task = run.ranks.first_before_others(lambda: build_task(with_files(config), loader))
     settings = config.sft if isinstance(config, SFTConfig) else config.reward_model
-    trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks, config.run.dtype)
+    new = isinstance(config, SFTConfig) and config.policy.model is None
+    trainer = SupervisedTrainer(task, settings, config.run.seed, run.ranks, config.run.dtype, new=new)
     run.check(config, device, {task.data: task.fingerprint})
     scale = {} if trainer.scale is None else {"scale": trainer.scale}
     run.track(model=checkpointed(trainer.model), optimizer=trainer.optimizer, **scale)
     for note in task.notes:
         log.info(note)
-    log.info(f"{len(task)} {task.unit}, {parameter_count(task.model):,} parameters, {trainer.steps} steps")
+    size, peak = parameter_count(task.model), trainer.peak
+    log.info(f"{len(task)} {task.unit}, {size:,} parameters, {trainer.steps} steps, learning rate {peak:g}")
     run.begin(trainer.steps)
     log.info(run.interval.words())
     last = train_to_the_end(trainer, run)

@@ -15,8 +15,10 @@ from rlhf_kl.distributed import Ranks
 from rlhf_kl.events import Event, StepSkipped
 from rlhf_kl.gradients import scale_for
 from rlhf_kl.memory import memory_for, smaller_pass
+from rlhf_kl.models.lora import has_adapter
+from rlhf_kl.models.pretrained import parameter_count
 from rlhf_kl.ops.packing import group_lengths, pass_overhead
-from rlhf_kl.optim import adamw, lr_factor, set_learning_rate
+from rlhf_kl.optim import adamw, lr_factor, set_learning_rate, supervised_learning_rate
 from rlhf_kl.seeding import shuffled
 
 ALONE = Ranks()
@@ -60,11 +62,21 @@ class SupervisedTrainer:
     """AdamW, warm-up and schedule, gradient clipping, token-weighted means over microbatches of near-equal length."""
 
     def __init__(
-        self, task: Task, settings: EpochsSection, seed: int, ranks: Ranks = ALONE, dtype: str = "float32"
+        self,
+        task: Task,
+        settings: EpochsSection,
+        seed: int,
+        ranks: Ranks = ALONE,
+        dtype: str = "float32",
+        *,
+        new: bool = False,
     ) -> None:
-        """`dtype`: in which the layers compute."""
+        """`dtype`: in which the layers compute. `new`: whether the model begins at random."""
         self.task, self.model, self.settings, self.seed, self.ranks = task, task.model, settings, seed, ranks
-        self.optimizer = adamw(self.model, settings.learning_rate, settings.weight_decay)
+        size, adapter = parameter_count(self.model), has_adapter(self.model)
+        usual = supervised_learning_rate(size, new=new, adapter=adapter)
+        self.peak = usual if settings.learning_rate == "auto" else settings.learning_rate
+        self.optimizer = adamw(self.model, self.peak, settings.weight_decay)
         self.scale = scale_for(dtype, next(self.model.parameters()).device)
         self.per_epoch = math.ceil(len(task) / settings.batch_size)
         self.steps = max(1, round(settings.epochs * self.per_epoch))
@@ -83,7 +95,7 @@ class SupervisedTrainer:
         batch = self.batch(step)
         # In the middle of the step, so that the first step of a warm-up does not have rate 0.
         factor = lr_factor(settings.lr_schedule, (step - 0.5) / self.steps, settings.warmup)
-        set_learning_rate(self.optimizer, settings.learning_rate * factor)
+        set_learning_rate(self.optimizer, self.peak * factor)
         weight = sum(self.task.weights[row] for row in batch)
         sums = self.backward(ranks.mine(batch), weight)
         norm = float(ranks.step(self.optimizer, self.model.parameters(), settings.max_grad_norm, self.scale))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhf_kl import optim
 from rlhf_kl.distributed import Ranks
 from rlhf_kl.models.value import FeatureCritic
-from rlhf_kl.optim import adamw, fit_critic, lr_factor, usual_learning_rate
+from rlhf_kl.optim import adamw, fit_critic, lr_factor, supervised_learning_rate, usual_learning_rate
 from tests.made import Make, weights
 
 
@@ -172,3 +172,21 @@ def test_it_explains_what_least_squares_explains() -> None:
     fit(critic, features, returns, epochs=40)
     error = float((critic(features).detach() - returns).var())
     assert error < 1.1 * float((torch.from_numpy(solved) - returns).var())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "new", "adapter", "rate"),
+    [
+        (124e6, False, False, 2e-5),
+        (6e9, False, False, 1e-5),  # Ouyang et al. 2022, appendix C: 9e-6
+        (7e9, False, True, 1e-4),
+        (0.9e6, True, False, 5e-3),
+        (124e6, True, False, 6e-4),  # Brown et al. 2020, table 2.1
+        (1e4, True, False, 5e-3),
+    ],
+)
+def test_a_model_that_exists_is_not_trained_like_a_new_one(
+    parameters: float, new: bool, adapter: bool, rate: float
+) -> None:
+    """A rate that fits the built-in model, 5e-3, was once the default for a model of one's own too."""
+    assert supervised_learning_rate(int(parameters), new=new, adapter=adapter) == pytest.approx(rate, rel=0.05)

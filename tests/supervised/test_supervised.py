@@ -143,7 +143,7 @@ TEXTS = ["abcd" * 3, "abab", "a", "abcd", "dcba" * 2, "b", "abcdabcd", "cc", "ab
 def make(new_model: Make, letters: Any) -> Make:
     def make(texts: list[str] = TEXTS, seed: int = 0, **settings: Any) -> SupervisedTrainer:
         model = new_model(spread=0.1)
-        section = SFTSection.model_validate({"batch_size": 4, "microbatch_size": 2} | settings)
+        section = SFTSection.model_validate({"batch_size": 4, "microbatch_size": 2, "learning_rate": 5e-3} | settings)
         return SupervisedTrainer(TextTask(LM(model), letters, texts), section, seed)
 
     return make

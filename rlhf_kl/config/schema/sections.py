@@ -194,8 +194,10 @@ class OptimiserSection(Section):
 class EpochsSection(OptimiserSection):
     lr_schedule: Schedule = "cosine"
     """Learning-rate schedule: constant, or linear or cosine decay to zero."""
-    learning_rate: Positive
-    """Peak learning rate of AdamW."""
+    learning_rate: Positive | Literal["auto"] = "auto"
+    """Peak learning rate of AdamW; auto = by the model's size: 2e-5 at 124M, 1e-5 from 1B on, ten times that for an
+    adapter; for a new model 5e-3 at 0.9M, 6e-4 at 124M.
+    """
     epochs: Positive = 1.0
     """Passes over the data; a fraction is allowed."""
     batch_size: Count = 32

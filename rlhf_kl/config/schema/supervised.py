@@ -13,7 +13,6 @@ from rlhf_kl.config.schema.sections import (
     EpochsSection,
     Name,
     OptionalSource,
-    Positive,
     RunSection,
     Section,
     Source,
@@ -108,8 +107,6 @@ class SFTDataSection(Section):
 
 class SFTSection(EpochsSection):
     path: ClassVar[str] = "sft"
-    learning_rate: Positive = 5.0e-3
-    """Peak learning rate of AdamW."""
 
 
 class SFTEvalSection(Section):
@@ -189,8 +186,6 @@ class PairsSection(Section):
 
 class RewardModelSection(EpochsSection):
     path: ClassVar[str] = "reward_model"
-    learning_rate: Positive = 1.0e-3
-    """Peak learning rate of AdamW."""
 
 
 class RewardModelEvalSection(Section):
