@@ -181,3 +181,19 @@ def test_the_texts_are_those_of_median_score_to_the_first_two_prompts() -> None:
     assert len({each["text"] for each in _median_texts(["a"] * 6, own)}) == 2
     unscored = Samples(kl=[0.1] * 6, texts=list("uvwxyz"))
     assert [each["text"] for each in _median_texts(prompts, unscored)] == ["u", "w"]
+
+
+def test_a_target_that_is_not_reached_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KL grows as scale^1.6, so 0.2 is too far: it once stood in the table and among those not measured."""
+    scaled = object.__new__(Scaled)
+    scaled.unit, scaled.rows, scaled.scales, scaled.too_far = "token", {}, {}, []
+
+    def measure(share: float, _: str = "") -> None:
+        scaled.rows[share] = {"kl_token": 0.1 * share**1.6}
+
+    monkeypatch.setattr(scaled, "measure", measure)
+    measure(1.0)
+    scaled.reach(0.2)
+    assert scaled.too_far == [0.2]
+    assert list(scaled.scales) == [0.17]
+    assert scaled.kl(scaled.scales[0.17]) == pytest.approx(0.1 * 2**0.8)
