@@ -30,7 +30,6 @@ OF_IMAGES = (
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
 UNITS = ("token", "sequence")
-NOTHING = dict.fromkeys(UNITS, math.nan)  # the KL of a rollout whose tokens are all masked
 ALERT = 2.0  # targets: a KL above it is not held
 logger = logging.getLogger(__name__)
 MOST_LOG_RATIO = 3.0  # of a response after an update: few responses with large ratios would be most of a mean
@@ -146,13 +145,12 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
         rollout = self.trainer._step // self.rollout_microbatches
-        if rollout == self.rollout:
-            return
-        if self.kls is None:
+        if rollout != self.rollout and self.kls is None:
             raise InputError(f"kl-budget: {type(self.trainer).__name__} made a rollout that could not be measured")
-        if self.kls:
-            self._update(self.kls, control)
-        self.kls, self.rollout = [], rollout
+        if rollout != self.rollout:
+            kls, self.kls, self.rollout = self.kls, [], rollout
+            if kls:
+                self._update(kls, control)
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint."""
@@ -171,9 +169,8 @@ class KLBudget(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.trainer._metrics[mode][f"kl_budget/{name}"].append(value)
 
     def _update(self, kls: list[float], control: Any) -> None:
-        known = [kl for kl in kls if math.isfinite(kl)]
-        if not known:
-            self._warn("no-tokens: all tokens of a rollout are masked, as mask_truncated_completions does: beta stays")
+        if not (known := [kl for kl in kls if math.isfinite(kl)]):
+            self._warn("no-tokens: all tokens of a rollout are masked (mask_truncated_completions): beta stays")
             return
         kl = fmean(known)
         self._log({"kl": kl, "target": self.target})
@@ -294,8 +291,8 @@ class RolloutKL:
     def _mean(self, kl: torch.Tensor, tokens: torch.Tensor, sequences: torch.Tensor) -> dict[str, float]:
         """The mean of kl (B, T) over tokens, weighted (B, T), and over sequences, weighted (B, 1); NaN without any."""
         sums = torch.stack([(kl * tokens).sum(), tokens.sum().float(), sequences.sum().float()])
-        total, token_count, sequence_count = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        return {"token": total / token_count, "sequence": total / sequence_count} if token_count else dict(NOTHING)
+        total, tokens, sequences = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        return {"token": total / tokens, "sequence": total / sequences} if tokens else dict.fromkeys(UNITS, math.nan)
 
 
 def is_adapter(trainer: Any) -> bool:
