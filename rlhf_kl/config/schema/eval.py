@@ -68,7 +68,9 @@ class EvalSection(Section):
     column: Name = "text"
     """Column or key of the text."""
     prompts: OptionalSource = None
-    """Held-out prompts to score, with the same columns as data.prompts; null = those that belong to data.prompts."""
+    """Held-out prompts to score, with the same columns as data.prompts; null = those that come with a
+    built-in world, else one in twenty of data.prompts.
+    """
     split: Name = "test"
     """Split of a hub id, folder or file in `texts` and `prompts`, such as test[:100]; a file is train or test."""
     responses: Count | Literal["auto"] = "auto"

@@ -111,7 +111,7 @@ class RolloutSection(Section):
     """Most responses sampled from the reference at the start, to normalise scores and to compute the starting beta.
 
     null = an eighth of ppo.total_episodes, at most 1024, at least 128 (under 512 episodes a quarter of them, at least
-    64). Sampling ends earlier once both are known.
+    64). Sampling ends earlier once both are known; while all scores are equal it draws up to four times as many.
     """
 
     @model_validator(mode="after")
