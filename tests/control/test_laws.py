@@ -51,7 +51,7 @@ def test_a_kl_that_is_not_finite_is_refused_and_leaves_nothing_behind(law, kl):
     for step in range(8):
         for each in (clean, other):
             each.update(0.05 + 0.02 * step, 64)
-        with pytest.raises(ValueError, match="kl must be a finite number"):
+        with pytest.raises(ValueError, match="finite"):
             other.update(kl, 64)
     assert other.coef == clean.coef
     assert other.state_dict() == clean.state_dict()

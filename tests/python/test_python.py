@@ -188,7 +188,7 @@ def test_scores_of_ones_own_are_not_mixed_with_those_of_another_scale(tmp_path: 
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
     for each in (ppo, other):
         rollout = each.rollout()
-        with pytest.raises(rlhf_kl.RlhfKlError, match="give them to each step"):
+        with pytest.raises(rlhf_kl.RlhfKlError, match="each step"):
             each.step(rollout)
         each.step(rollout, count_a(rollout.prompts, rollout.responses))
 

@@ -132,7 +132,7 @@ def test_scores_of_other_prompts_stay_on_the_scale_of_their_own_reference(
     comparison = read_comparison(paths)
     gains = [comparison.ends(variant) for variant in comparison.variants]
     assert [next(iter(each.values()))[1] for each in gains] == pytest.approx([1.5, 1.5])
-    assert any("easy and hard are of different tasks" in note for note in comparison.notes)
+    assert any("easy and hard" in note for note in comparison.notes)
 
 
 def test_perplexities_of_other_texts_are_told(write_run: Write, metrics_rows: Rows) -> None:
@@ -141,7 +141,7 @@ def test_perplexities_of_other_texts_are_told(write_run: Write, metrics_rows: Ro
         write_run(name, metrics_rows([0.1] * 40), config={"eval": {"texts": f"{name}.txt"}}) for name in ("one", "two")
     ]
     notes = read_comparison(paths).notes
-    assert any("perplexities of one and two may be of different texts: eval.texts" in note for note in notes)
+    assert any("eval.texts: " in note for note in notes)
 
 
 def test_a_sweep_of_targets_shows_what_each_cost(write_run: Write, metrics_rows: Rows) -> None:
