@@ -62,7 +62,7 @@ def test_supervised_runs_in_float16_go_on_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gradients, "SCALE", 2.0**20)
-    words = ["sft.epochs=2", FLOAT16]
+    words = ["sft.epochs=2", "sft.learning_rate=5e-3", FLOAT16]
     supervised("sft", tmp_path / "run", *words)
     found = rows(tmp_path / "run")
     assert found[0]["train/overflows"] == 1
