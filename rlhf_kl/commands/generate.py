@@ -14,7 +14,9 @@ from rlhf_kl.errors import InputError
 
 Prompt = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; default: two held-out ones.")]
 PromptsFile = Annotated[str | None, typer.Option("--prompts", metavar="FILE", help="A file of prompts; -: stdin.")]
-Column = Annotated[str | None, typer.Option(metavar="NAME", help="Column of the prompts.")]
+Column = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column of the prompts. Default: the run's, with its template.")
+]
 Count = Annotated[int, typer.Option(metavar="N", min=1, help="Responses to each prompt.")]
 WithReference = Annotated[
     bool, typer.Option("--with-reference", help="Also the reference's response, and the KL of every token.")
@@ -58,7 +60,8 @@ def generate(
     if folder is not None and scores and refused:
         code = ", ".join(dict.fromkeys(refused.values()))
         raise InputError(f"--scores needs code or a server of the run ({code}): --plugins runs it")
-    check_given({"--model": model}, "--prompts", prompts, column or "prompt", config)
+    plain = None if config.data.template and not column else prompts  # a template names columns of its own
+    check_given({"--model": model}, "--prompts", plain, column or config.data.column, config)
     unread = ["eval.texts", "eval.scorers"] + ["reward"] * (not scores) + ["reference"] * (not with_reference)
     permissions.tell_changed(folder, config, *unread, *["data", "eval"] * (bool(prompt) or prompts is not None))
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}

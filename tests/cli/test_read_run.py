@@ -162,6 +162,15 @@ def test_prompts_of_a_file_get_the_template_of_the_run(rlhf_kl: Cli, place: Path
     (place / "in.jsonl").write_text('{"prompt": "a", "q": "c"}\n')
     words = ("generate", "--run", "run", "--prompts", "in.jsonl", "--json")
     assert [sample["prompt"] for sample in document(rlhf_kl(*words))] == ["dab"]
+    config.write_text(yaml.safe_dump(stored | {"data": stored["data"] | {"template": "d{q}b"}}))
+    (place / "in.jsonl").write_text('{"q": "c"}\n')
+    assert [sample["prompt"] for sample in document(rlhf_kl(*words))] == ["dcb"]
+    config.write_text(yaml.safe_dump(stored | {"data": stored["data"] | {"column": "q"}}))
+    assert [sample["prompt"] for sample in document(rlhf_kl(*words))] == ["c"]
+    config.write_text(yaml.safe_dump(stored | {"data": stored["data"] | {"template": "d{prompt}b"}}))
+    outcome = rlhf_kl(*words)
+    assert outcome.code == 2
+    assert "prompt" in outcome.err
     outcome = rlhf_kl(*words, "--column", "q")
     assert [sample["prompt"] for sample in document(outcome)] == ["c"]
     assert "data.template" in outcome.err
