@@ -33,6 +33,7 @@ import torch  # noqa: E402
 from counts import Counts, is_view, mark_phases  # noqa: E402
 from torch.utils import _foreach_utils  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._device import _device_constructors  # noqa: E402
 from torch.utils._python_dispatch import (  # noqa: E402
     TorchDispatchMode,
     _disable_current_modes,
@@ -44,6 +45,7 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2",
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}  # takes indices of a CPU
 COPIES = {"copy_", "_to_copy", "to", "lift_fresh", "_has_compatible_shallow_copy_type", "set_"}
 
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 STRICT = {"cat", "stack", "gather", "mm", "addmm", "bmm", "searchsorted", "index_select", "_fused_adamw_"}
 
 
@@ -125,6 +127,8 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device is not None:
         inner_kwargs["device"] = torch.device("cpu")
     result = func(*inner_args, **inner_kwargs)
+    if name in UNWRITTEN and result.is_floating_point():
+        result.fill_(torch.nan)  # as memory of a GPU may
     if not (is_cuda(device) if device is not None else fakes) or name == "_local_scalar_dense":
         return result
     usual = torch.is_inference_mode_enabled() and not any(x.is_inference() for x in fakes) and is_view(func)
@@ -290,6 +294,7 @@ def fill_torch() -> None:
     torch.nn.functional.rms_norm = norm
     torch.Tensor.pin_memory = pinned
     _foreach_utils._foreach_supported_types.append(Fake)
+    _device_constructors()  # stored at the first call: `with torch.device("meta")` must know the functions of torch
     for name in ("tensor", "ones", "zeros", "empty", "full", "arange", "linspace", "eye", "scalar_tensor"):
         setattr(torch, name, functools.partial(factory, getattr(torch, name)))
 
