@@ -128,7 +128,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         inner_kwargs["device"] = torch.device("cpu")
     result = func(*inner_args, **inner_kwargs)
     if name in UNWRITTEN and result.is_floating_point():
-        result.fill_(torch.nan)  # as memory of a GPU may
+        result.fill_(torch.nan)  # so a test fails each time that something reads it unwritten
     if not (is_cuda(device) if device is not None else fakes) or name == "_local_scalar_dense":
         return result
     usual = torch.is_inference_mode_enabled() and not any(x.is_inference() for x in fakes) and is_view(func)
