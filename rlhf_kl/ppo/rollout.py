@@ -137,21 +137,23 @@ class Rollouts:
         """Score this rank's responses, then compare policy and reference at their tokens."""
         (read,) = self.parts.together([responses])
         scores = self.ranks.run(lambda: self.parts.scorers(read), scores=True)
-        return self.with_scores(self.compare(responses, sampled), scores)  # where the reward's states are read again
+        return self.with_scores(self.compare(responses, sampled), scores)
 
     def with_scores(self, batch: RolloutBatch, scores: dict[str, Tensor]) -> RolloutBatch:
-        """A batch with these raw scores, shaped for PPO."""
-        raw = scores[REWARD]
+        """A batch with these raw scores, shaped for PPO; its critic reads the states that the scores were read from."""
+        raw, values = scores[REWARD], batch.values
         shaped = torch.where(raw.isnan(), 0.0, self.shaping(raw, batch.penalties)).float()
-        return replace(batch, scores=scores, shaped_scores=shaped)
+        if self.features is not None:
+            values = self.features.read(batch.layout, self.reference)
+        return replace(batch, scores=scores, shaped_scores=shaped, values=values)
 
     def compare(self, responses: Responses, sampled: Sampled) -> RolloutBatch:
-        """Policy and reference at the tokens of these responses, which have no scores yet."""
+        """Policy and reference at the tokens of these responses, which have no scores yet, nor values from features."""
         prompts, device = responses.prompts, self.model.policy.device
         layout = response_layout(prompts.ids, sampled, device)
         prompt_ids, prompt_mask = pad(prompts.ids, 0, left=True)
         temperature = self.parts.sampling.temperature
-        stats, values = measure(self.model, self.reference, layout, temperature, self.features, sampled.states)
+        stats, values = measure(self.model, self.reference, layout, temperature, sampled.states)
         return RolloutBatch(
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
@@ -214,13 +216,12 @@ def measure(
     reference: ReferenceStates,
     layout: Layout,
     temperature: float,
-    features: StateFeatures | None = None,
     states: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor]:
     """Policy and reference at the response tokens of a batch, and values (B, T), on the CPU; zeros in padding.
 
-    `features` give the values if the model has no value function; without either they are 0. The reference's
-    states are kept for later. `states` (N, H): the policy's, if sampling has kept them; else they are computed.
+    Without a value function values are 0. The reference's states are kept for later. `states` (N, H): the policy's,
+    if sampling has kept them; else they are computed.
     """
     reference.read(layout)
     figures = torch.zeros(len(TokenStats._fields) + 1, layout.tokens, device=layout.device)
@@ -233,9 +234,6 @@ def measure(
             if model.value is not None:
                 read.append(model.value(rows, hidden))
             figures[: len(read), rows.numbers] = torch.stack(read)
-    if features is not None:
-        features.read(layout, reference)
-        figures[-1] = features.values()
     *stats, values = layout.grid(figures)
     return TokenStats(*stats), values
 

@@ -92,8 +92,8 @@ class StateFeatures:
             reward.keeps_states = True
 
     @torch.no_grad()
-    def read(self, layout: Layout, reference: ReferenceStates) -> None:
-        """Start a new rollout, whose responses were scored last; drops the previous one."""
+    def read(self, layout: Layout, reference: ReferenceStates) -> Tensor:
+        """Start a new rollout, whose responses were scored last; returns its values (B, T), on the CPU."""
         parts = [_scaled(reference.hidden)]
         for reward in self.rewards:
             states = torch.zeros(layout.tokens, reward.hidden_size, device=layout.device)
@@ -102,11 +102,7 @@ class StateFeatures:
                     states[rows.numbers] = _scaled(reward.trunk.hidden(rows))
             parts.append(states)
         self.kept = torch.cat(parts, 1)
-
-    @torch.no_grad()
-    def values(self) -> Tensor:
-        """Values (tokens,) of all response tokens of the rollout."""
-        values: Tensor = self.critic(self.kept)
+        values: Tensor = layout.grid(self.critic(self.kept).unsqueeze(0))[0]
         return values
 
 

@@ -220,9 +220,10 @@ class World:
         torch.nn.init.normal_(self.critic.outer.weight, generator=torch.Generator().manual_seed(0))
         self.features = StateFeatures(self.critic, rewards)
 
-    def measure(self, sampled: Sampled) -> tuple[TokenStats, Tensor]:
-        model = ActorCritic(self.policy, critic=self.critic)
-        return measure(model, self.reference, response_layout(self.prompts.ids, sampled, CPU), 0.8, self.features)
+    def values(self, sampled: Sampled) -> Tensor:
+        layout = response_layout(self.prompts.ids, sampled, CPU)
+        self.reference.read(layout)
+        return self.features.read(layout, self.reference)
 
 
 SCORED: dict[str, Make] = {
@@ -249,7 +250,7 @@ def test_values_are_those_of_each_state_alone(
     if scored:
         reward.form = TextFormat(append_eos=scored != "without an end")
         reward.score(*SCORED[scored](prompts.texts, responses))
-    _, values = world.measure(sampled)
+    values = world.values(sampled)
     models = [world.reference.lm.model, *(reward.model for reward in world.rewards)]
     checked = 0
     for row in range(5):
@@ -276,11 +277,11 @@ def test_what_a_reward_model_read_is_not_read_again(
     rows: list[int] = []
     reward.model.base_model.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
     for _ in range(2):
-        world.measure(sampled)
+        world.values(sampled)
     assert not rows
     reward.score(prompts.texts, ["d", *responses[1:]])
     rows.clear()
-    world.measure(sampled)
+    world.values(sampled)
     assert rows == [1], "the one that was scored in other tokens, and no other"
 
 

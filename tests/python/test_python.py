@@ -224,6 +224,17 @@ def test_terms_on_their_own_scale_in_a_loop(tmp_path: Path) -> None:
         assert figures(each.metrics) == figures(run.metrics[:2])
 
 
+def test_a_loop_reads_responses_once_for_their_scores_and_the_critic() -> None:
+    """With the figures of a run, bit for bit: another pass would be rounded in another way on some processors."""
+    ppo, rows = loop(2, changes={"reward.model": "builtin:reviews-small"}), list[int]()
+    (reward,) = ppo.setup.scorers.trained.models.values()
+    reward.model.base_model.register_forward_hook(lambda _, __, output: rows.append(len(output.last_hidden_state)))
+    ppo.step(ppo.rollout())
+    rows.clear()
+    ppo.step(ppo.rollout())
+    assert sum(rows) == SMALL["rollout.batch_size"]
+
+
 @pytest.fixture
 def free(tmp_path: Path) -> rlhf_kl.PPO:
     """A loop whose config names a model and nothing else."""
