@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.made import Make
+from tests.processes.forked import Forked
 
 
 class Together(NamedTuple):
@@ -33,17 +34,23 @@ def a_device_for_each() -> None:
 
 @pytest.fixture(scope="session")
 def launch() -> Make:
-    """launch(["-m", "rlhf_kl", ...]): torchrun with two processes of it, in a session of their own."""
+    """launch(["-m", "rlhf_kl", ...]): torchrun with two processes of it, in a session of their own.
 
-    def start(words: Sequence[str | Path], count: int = 2) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    launch([SCRIPT, ...]): in forks, which start sooner.
+    """
+
+    def start(words: Sequence[str | Path], count: int = 2) -> subprocess.Popen[str] | Forked:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        given = ["--nproc-per-node", str(count), *map(str, words)]
+        if words[0] != "-m":
+            return Forked(given, environment)
         return subprocess.Popen(
-            [*command, *map(str, words)],
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", *given],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+            env=environment,
             start_new_session=True,
         )
 

@@ -51,4 +51,5 @@ if __name__ == "__main__":
     kept = sum(len(group.comm_ctx.post_forward_order) + len(group._post_forward_indices) for group in groups)
     if os.environ["RANK"] == "0":
         print(f"of {len(layers)} layers: {dict(sorted(most.items()))}; {kept} passes remembered")
-    sys.exit(code)
+    if code:
+        sys.exit(code)

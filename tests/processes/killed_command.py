@@ -58,4 +58,5 @@ if __name__ == "__main__":
     if os.environ["RANK"] in ranks.split(","):
         place, name, fatal = MOMENTS[moment]
         setattr(place, name, dying(getattr(place, name), fatal))
-    sys.exit(cli.run(words))
+    if code := cli.run(words):
+        sys.exit(code)

@@ -33,4 +33,5 @@ if __name__ == "__main__":
     code = cli.run(sys.argv[1:])
     if os.environ["RANK"] == "0":
         print(f"summed after {sum(summed)} of {len(summed)}")
-    sys.exit(code)
+    if code:
+        sys.exit(code)
