@@ -67,7 +67,7 @@ train: $(READY)  ## train on the built-in model (FRESH=1 starts anew, CONFIG=nam
 test: $(DEV_READY)  ## the fast tests (a minute and a half on two cores)
 	$(PY) -m pytest -n 2 --dist loadfile
 
-test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, recipes, families (sixteen minutes)
+test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, recipes, families (fifteen minutes)
 	$(PY) -m pytest -n 2 --dist loadfile -m "slow and not rare"
 
 test-rare: $(DEV_READY)  ## a job on Slurm's stand-ins that is preempted three times (two minutes)
