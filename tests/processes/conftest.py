@@ -17,6 +17,8 @@ import torch
 from tests.made import Make
 from tests.processes.forked import Forked
 
+ON_GPUS = os.environ.get("RLHF_KL_TEST_DEVICE", "cpu").startswith("cuda")
+
 
 class Together(NamedTuple):
     """What two processes did: the exit codes of each command, by process, and what was printed."""
@@ -28,7 +30,7 @@ class Together(NamedTuple):
 @pytest.fixture(scope="session", autouse=True)
 def a_device_for_each() -> None:
     """On GPUs (`make gpu-check`) NCCL wants one for each process: with fewer than two the tests skip."""
-    if os.environ.get("RLHF_KL_TEST_DEVICE", "cpu").startswith("cuda") and (count := torch.cuda.device_count()) < 2:
+    if ON_GPUS and (count := torch.cuda.device_count()) < 2:
         pytest.skip(f"two processes with NCCL need two GPUs, and here is {count or 'none'}")
 
 
@@ -36,14 +38,14 @@ def a_device_for_each() -> None:
 def launch() -> Make:
     """launch(["-m", "rlhf_kl", ...]): torchrun with two processes of it, in a session of their own.
 
-    launch([SCRIPT, ...]): in forks, which start sooner.
+    launch([SCRIPT, ...]): in forks, which start sooner; not on GPUs, since a fork of what has used CUDA cannot.
     """
 
     def start(words: Sequence[str | Path], count: int = 2) -> subprocess.Popen[str] | Forked:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         given = ["--nproc-per-node", str(count), *map(str, words)]
-        if words[0] != "-m":
+        if words[0] != "-m" and not ON_GPUS:
             return Forked(given, environment)
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", *given],
